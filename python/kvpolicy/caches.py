@@ -216,6 +216,9 @@ class Cache:
             self.device = torch.device("cuda", torch.cuda.current_device())
         self._workspace = torch.empty(0, dtype=torch.uint8, device=self.device)
         self._sizes = {}
+        self._separate = separate_layers
+        self._called = {}  # tokens by layer since advance(), at most; None: not known
+        self._drafted = {}  # draft tokens by layer
         grouped = {}
         for layer, policy in enumerate(self.policies):
             key = (*self._kind(policy), layer if separate_layers else -1)
@@ -297,8 +300,14 @@ class Cache:
         count, tokens = q.shape[0], q.shape[2]
         if name == "step" and tokens != 1:
             raise ValueError(f"q.size(2): {tokens} is not allowed; it must be 1 in a step")
-        scores = self._scores(self.policies[layer], group, k, v, scores)
-        make = torch.empty if q_len is None else torch.zeros
+        for argument, tensor in (("k", k), ("v", v), ("scores", scores)):
+            if tensor is not None and tensor.dim() > 2 and tensor.shape[2] != tokens:
+                raise ValueError(
+                    f"{argument}.size(2): {tensor.shape[2]} is not allowed; it must be {tokens}, as q's"
+                )
+        scores = self._scores(self.policies[layer], group, k, v, scores, q_len)
+        # On CUDA an entry may be refused by its status, and leaves its rows as they are.
+        make = torch.empty if q_len is None and self.device.type == "cpu" else torch.zeros
         out = make(count, tokens, self.query_heads, self.value_dim, dtype=self.dtype, device=self.device)
         out = out.transpose(1, 2)
         lse = None
@@ -311,13 +320,16 @@ class Cache:
         self._reserve(group, tokens)
         # Every step would wait for its status on CUDA. Reserved pages do not run out.
         status = None if group.reserved >= tokens or call == "append_draft" else group.status(count)
-        group.taken = tokens if call == "write" else 0
+        if call == "write":
+            group.taken = max(group.taken, tokens)
         while True:
             batch = (count, _NOT_SET if q_len is not None else tokens, seq_ids, q_len)
             workspace = self._workspace_for(group, count, tokens)
             group.call(call, index, (q, k, v, out), batch, (scores, lse, None, status), *single, workspace)
             if status is None or not status.any():
                 break
+            if (status & ~(_NAN | _EXHAUSTED | _BAD_LENGTH)).any():
+                raise ValueError(f"layer: {layer} is not allowed twice for a sequence before advance()")
             if (status & _BAD_LENGTH).any():
                 raise ValueError(
                     f"tokens: more than max_length, {self.max_length}, are not allowed in a sequence"
@@ -329,21 +341,39 @@ class Cache:
             given = torch.full_like(status, tokens) if q_len is None else q_len
             q_len = torch.where(lacking, given, torch.zeros_like(given))
             status.zero_()
+        if call == "append_draft":
+            self._drafted[layer] = tokens
+        else:
+            self._count(layer, tokens)
         return (out, lse) if return_lse else out
+
+    def _count(self, layer, tokens):
+        if self._called is not None:
+            self._called[layer] = max(tokens, self._called.get(layer, tokens))
 
     def accept(self, layer, tokens):
         """Takes the first `tokens` draft tokens of each sequence (an int, or [sequences] int32) as prefill
         would, and drops the others. Call it for each layer, then advance()."""
         group, index = self._layer(layer)
         if not torch.is_tensor(tokens):
+            if tokens > self._drafted.get(layer, tokens):
+                raise ValueError(
+                    f"tokens: {tokens} is not allowed; it must be at most {self._drafted[layer]}, the draft "
+                    "tokens of the layer"
+                )
             tokens = torch.full((self.sequences,), tokens, dtype=torch.int32, device=self.device)
         workspace = self._workspace_for(group, self.sequences, max(2, self.max_draft_tokens))
-        group.taken = self.max_draft_tokens
+        group.taken = max(group.taken, self.max_draft_tokens)
+        self._count(layer, -1)
         seq_ids = None
         while True:
             status = group.status(len(tokens))
             batch = (len(tokens), _NOT_SET, seq_ids, tokens)
             group.call("accept", index, (None,) * 4, batch, (None, None, None, status), workspace)
+            if status is not None and (status & _BAD_LENGTH).any():
+                raise ValueError(
+                    f"tokens: more than were drafted, or than max_length, {self.max_length}, are not allowed"
+                )
             if status is None or not (lacking := (status & _EXHAUSTED) != 0).any():
                 return
             group.add_slab()
@@ -369,7 +399,7 @@ class Cache:
             raise ValueError(f"layer: {layer} is not allowed; it must be 0 to {len(self.policies) - 1}")
         return self._of[layer]
 
-    def _scores(self, policy, group, k, v, scores):
+    def _scores(self, policy, group, k, v, scores, q_len):
         """What the library is given: scores of the caller or of a stateless scorer."""
         if group.scorer != "given":
             if scores is not None:
@@ -391,12 +421,15 @@ class Cache:
                 )
             return torch.zeros(k.shape[:3], device=self.device)
         scores = _native.rows(scores.detach().float())
+        if self.device.type == "cpu" and q_len is not None and len(q_len) == len(scores):
+            beyond = torch.arange(scores.shape[-1]) >= q_len.view(-1, 1, 1)
+            scores = scores.masked_fill(beyond, 0.0)  # whatever padding holds
         if self.device.type == "cpu" and scores.isnan().any():
             raise ValueError("scores: NaN is not allowed; they must be numbers")
         return scores
 
     def _workspace_for(self, group, count, tokens):
-        key = (id(group), count, tokens)
+        key = (id(group), count, tokens, torch.get_num_threads())
         if key not in self._sizes or group.slabs:
             self._sizes[key] = group.call("workspace_bytes", count, tokens)
         size = self._sizes[key]
@@ -410,7 +443,10 @@ class Cache:
         if not group.pooled or self.device.type != "cuda" or tokens > _RESERVED or group.reserved >= tokens:
             return
         if group.longest + _RESERVED > self.max_length:
-            return
+            lengths = [group.call("length", sequence) for sequence in range(self.sequences)]
+            group.longest = group.taken + max(lengths)
+            if group.longest + _RESERVED > self.max_length:
+                return
         while group.call("reserve", (_NOT_SET, _RESERVED, None, None)) > 0:
             group.add_slab()
         group.reserved = _RESERVED
@@ -419,7 +455,19 @@ class Cache:
 
     def advance(self, layer=None):
         """Counts the tokens that the layers took, once per chunk or step; or those of one layer
-        (separate_layers)."""
+        (separate_layers). The layers took as many tokens."""
+        if layer is not None and not self._separate:
+            raise ValueError(f"layer: {layer} is not allowed; it must be None without separate_layers")
+        called, self._called = self._called, {}
+        if layer is not None:
+            self._called = called
+            if called:
+                called.pop(layer, None)
+        elif called and (len(called) < len(self.policies) or len(set(called.values())) > 1):
+            self._called = called
+            raise ValueError(
+                f"advance: after {called} tokens by layer is not allowed; every layer takes the same tokens"
+            )
         for group in self._groups if layer is None else [self._layer(layer)[0]]:
             group.call("advance", (_NOT_SET, _NOT_SET, None, None), None)
             group.reserved, group.longest = max(0, group.reserved - group.taken), group.longest + group.taken
@@ -427,6 +475,8 @@ class Cache:
 
     def clear(self, sequence):
         """Empties a sequence."""
+        if self._called:
+            self._called = None  # a token may have been taken by some layers only
         for group in self._groups:
             group.call("clear", sequence)
             group.reserved = 0
@@ -460,9 +510,17 @@ class Cache:
             raise ValueError(
                 f"blob: {len(blob)} bytes are not allowed; they must be a snapshot of such a cache"
             )
+        done = []
         for group, part in zip(self._groups, parts):
-            group.whole("restore", sequence, part)
+            before = group.call("snapshot", sequence) if len(self._groups) > 1 else None
             group.reserved, group.longest = 0, self.max_length  # at most
+            try:
+                group.whole("restore", sequence, part)
+            except Exception:
+                for other, old in done:  # a damaged blob leaves the sequence as it was
+                    other.whole("restore", sequence, old)
+                raise
+            done.append((group, before))
 
     def lengths(self, layer=0):
         """Tokens seen by each sequence. On CUDA it waits for the stream."""

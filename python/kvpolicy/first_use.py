@@ -92,6 +92,9 @@ extern "C" __attribute__((visibility("default"))) int kvpolicy_build_mask(kvpoli
     } catch (const std::exception& error) {
         std::strncpy(call->message, error.what(), sizeof(call->message) - 1);
         return 1;
+    } catch (...) {
+        std::strncpy(call->message, "a part threw what is no std::exception", sizeof(call->message) - 1);
+        return 1;
     }
 }
 """
@@ -134,8 +137,10 @@ def _fingerprint():
 
 def cache_folder():
     """KVPOLICY_CACHE, or kvpolicy in the user's cache folder."""
-    default = pathlib.Path(os.environ.get("XDG_CACHE_HOME", pathlib.Path.home() / ".cache")) / "kvpolicy"
-    return pathlib.Path(os.environ.get("KVPOLICY_CACHE", default))
+    given, base = os.environ.get("KVPOLICY_CACHE"), os.environ.get("XDG_CACHE_HOME", "")
+    if given:
+        return pathlib.Path(given).absolute()
+    return (pathlib.Path(base) if os.path.isabs(base) else pathlib.Path.home() / ".cache") / "kvpolicy"
 
 
 def _compiler(device):
@@ -174,7 +179,12 @@ def _library(source, device):
     key = hashlib.sha256(_fingerprint() + _version_of(compiler))
     key.update("\0".join((compiler, *options, source)).encode())
     folder = cache_folder()
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = folder.stat()
+    if found.st_uid not in (os.getuid(), 0) or found.st_mode & 0o022:
+        raise PermissionError(
+            f"KVPOLICY_CACHE: {folder} is not allowed; it must be a folder that others cannot write to"
+        )
     name = key.hexdigest()[:32]
     target = folder / f"{name}.so"
     if not target.exists():

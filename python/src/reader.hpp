@@ -20,8 +20,11 @@ namespace kvpolicy::python {
 
 namespace nb = nanobind;
 
+/// The number of a device that is neither the CPU (-1) nor one of CUDA.
+inline constexpr std::int32_t elsewhere = -2;
+
 /// DLPack's table of functions of a tensor type (version 1), which torch has from 2.10 on: a tensor is
-//described / without a capsule, and without a reference. Layouts are those of dlpack.h.
+/// described without a capsule, and without a reference. Layouts are those of dlpack.h.
 struct ManagedTensor {
     std::uint32_t major, minor;
     void* context;
@@ -90,7 +93,10 @@ class Torch {
         tensor.type = dtype_from(found.dtype);
         std::copy_n(found.shape, found.ndim, tensor.shape);
         std::copy_n(found.strides, found.ndim, tensor.strides);
-        return found.device.device_type == nb::device::cuda::value ? found.device.device_id : -1;
+        const std::int32_t kind = found.device.device_type;
+        return kind == nb::device::cuda::value  ? found.device.device_id
+               : kind == nb::device::cpu::value ? -1
+                                                : elsewhere;
     }
 
     static void check_dims(Tensor& tensor, std::int64_t dims) {
@@ -133,8 +139,9 @@ class Torch {
                 tensor.type = static_cast<dtype>(i);
             }
         }
-        return nb::cast<bool>(object.attr("is_cuda")) ? nb::cast<std::int32_t>(object.attr("get_device")())
-                                                      : -1;
+        return nb::cast<bool>(object.attr("is_cuda"))  ? nb::cast<std::int32_t>(object.attr("get_device")())
+               : nb::cast<bool>(object.attr("is_cpu")) ? -1
+                                                       : elsewhere;
     }
 
     static dtype dtype_from(const nb::dlpack::dtype& type) {
@@ -173,7 +180,9 @@ class Reader {
         const std::int32_t found = torch.owns(object) ? torch.read(object, tensor) : read(object, tensor);
         kvpolicy::detail::require(
             found == (on_cuda ? device_ : -1), text(name, ".device"),
-            found < 0 ? std::string("cpu") : text("cuda:", found),
+            found == elsewhere ? std::string("another device")
+            : found < 0        ? std::string("cpu")
+                               : text("cuda:", found),
             on_cuda ? text("cuda:", device_, ", as the other tensors") : text("cpu, as the other tensors"));
         return tensor;
     }

@@ -318,3 +318,73 @@ def test_refusals(device):
         scores = torch.full((2, KV_HEADS, 3), torch.nan)
         with pytest.raises(ValueError, match="NaN"):
             cache_of(kvp.KVpop(0, 1, 1), device).prefill(0, q, k, v, scores=scores)
+
+
+def test_refused_lengths(device):
+    q, k, v = rows(5, device=device)
+    cache = cache_of([kvp.StreamingLLM(1, 4), kvp.FULL], device, max_draft_tokens=3)
+    with pytest.raises(ValueError, match="k.size.2.: 5 is not allowed; it must be 3"):
+        cache.prefill(0, q[:, :, 2:], k, v)
+    cache.prefill(0, q, k, v)
+    with pytest.raises(ValueError, match="every layer takes the same tokens"):
+        cache.advance()
+    cache.prefill(1, q, k, v)
+    cache.advance()
+    with pytest.raises(ValueError, match="layer: 0 is not allowed"):
+        cache.advance(0)
+    for layer in range(2):
+        cache.append_draft(layer, *(x[:, :, :3] for x in (q, k, v)))
+    with pytest.raises(ValueError, match="tokens: 4 is not allowed"):
+        cache.accept(1, 4)
+
+
+def test_a_damaged_snapshot_changes_nothing(device):
+    q, k, v = rows(5, device=device)
+    cache = cache_of([kvp.StreamingLLM(1, 4), kvp.FULL], device)
+    for tokens in (5, 3):
+        for layer in range(2):
+            cache.prefill(layer, *(x[:, :, :tokens] for x in (q, k, v)))
+        cache.advance()
+    blob = bytearray(cache.snapshot(0))
+    cache.clear(1)
+    blob[-1] ^= 1
+    with pytest.raises(ValueError, match="blob"):
+        cache.restore(1, bytes(blob))
+    assert cache.lengths(0) == cache.lengths(1) == [8, 0]
+
+
+@pytest.mark.parametrize("budget", [2, kvp.UNLIMITED], ids=["fixed", "pages"])
+def test_padding_may_hold_anything(budget, device):
+    q, k, v = rows(4, device=device)
+    scores = torch.randn(2, KV_HEADS, 4, device=device)
+    lengths = torch.tensor([4, 2], dtype=torch.int32, device=device)
+    outs = []
+    for filler in (0.0, torch.nan):
+        padded = scores.clone()
+        padded[1, :, 2:] = filler
+        cache = cache_of(kvp.KVpop(1, 2, budget), device)
+        outs.append(cache.prefill(0, q, k, v, scores=padded, q_len=lengths))
+    assert torch.equal(*outs)
+
+
+def test_sequences_of_different_calls_in_one_round(device):
+    """A short call after a long one: pages are counted for the long one."""
+    cache = cache_of(kvp.FULL, device, max_length=600)
+    first, second = torch.tensor([[0], [1]], dtype=torch.int32, device=device)
+    for _ in range(14):
+        cache.prefill(0, *rows(32, 1, device=device), seq_ids=first)
+        cache.step(0, *rows(1, 1, device=device), seq_ids=second)
+        cache.advance()
+    assert cache.lengths() == [448, 14] and cache.usage(0, 0, 0).size == 448
+
+
+def test_threads_may_change():
+    q, k, v = rows(1)
+    cache, threads = cache_of(kvp.FULL), torch.get_num_threads()
+    try:
+        for count in (1, 4):
+            torch.set_num_threads(count)
+            cache.step(0, q, k, v)
+            cache.advance()
+    finally:
+        torch.set_num_threads(threads)
