@@ -33,9 +33,10 @@ void launch_hidden_layer(const cuda& ctx, const device_scope& device, const hidd
     launch_early<kernel>("hidden_layer_kernel", pieces * ((call.predictor.hidden + Units - 1) / Units),
                          hidden_layer_threads, 0, device, ctx, 1, call);
 }
-/// Enqueues the hidden layer of tokens first .. first + count - 1.
-inline void launch_hidden_layer(const cuda& ctx, const device_scope& device,
-                                const hidden_layer_params& call) {
+/// Enqueues the hidden layer of tokens first .. first + count - 1. A template of its call, which is
+/// hidden_layer_params, so that no kernel is compiled where none is called.
+template <class Call>
+void launch_hidden_layer(const cuda& ctx, const device_scope& device, const Call& call) {
     // Few tokens: many blocks, so that all of the memory's rate is used; and where there is one for each SM,
     // a step's blocks beside them spread evenly.
     constexpr std::int32_t few = 128;
