@@ -31,6 +31,38 @@
 namespace kvp = kvpolicy;
 namespace cb = kvp::cuda_backend;
 
+/// A scorer by block without work: what a step pays for the launch of a scorer, whatever that computes.
+struct NoWork {
+    static constexpr kvp::part_kind kind = kvp::part_kind::scorer;
+    static constexpr kvp::score_time when = kvp::score_time::on_arrival;
+    std::int32_t shares = 1;  // blocks of a head
+
+    [[nodiscard]] std::size_t scratch_size() const { return 0; }
+    float score(std::int32_t /*head*/, const float* /*key*/, const float* /*value*/,
+                float* /*scratch*/) const {
+        return 0.0f;
+    }
+};
+template <>
+struct kvp::device_scorer<NoWork> : kvp::device_scorer_defaults {
+    static constexpr bool by_block = true;
+    static std::int32_t block_shares(const NoWork& scorer) { return scorer.shares; }
+    static std::size_t block_floats(const NoWork& /*scorer*/, std::int32_t /*tokens*/,
+                                    std::int32_t /*head_dim_qk*/, std::int32_t /*head_dim_vo*/) {
+        return 0;
+    }
+    template <class T>
+    __device__ static void score_by_block(const NoWork& /*scorer*/, std::int32_t /*head*/,
+                                          const kvp::block_token<T>* tokens, std::int32_t count,
+                                          kvp::block_share /*share*/, std::int32_t /*head_dim_qk*/,
+                                          std::int32_t /*head_dim_vo*/, float* /*shared*/) {
+        const auto t = static_cast<std::int32_t>(threadIdx.x);
+        if (t < count && tokens[t].key != nullptr) {
+            *tokens[t].score = 0.0f;
+        }
+    }
+};
+
 namespace {
 
 using namespace bench;
@@ -156,6 +188,7 @@ using Linear = kvp::Policy<kvp::Sink<>, kvp::Window<>, kvp::TopKBudget<>, kvp::L
 using Mlp = kvp::Policy<kvp::Sink<>, kvp::Window<>, kvp::TopKBudget<>, kvp::MlpScorer<>>;
 using Gate = kvp::Policy<kvp::Sink<>, kvp::Window<>, kvp::TopKBudget<>, kvp::WriteGateScorer<>>;
 using Predictor = kvp::Policy<kvp::Sink<>, kvp::Window<>, kvp::TopKBudget<>, kvp::UtilityPredictor>;
+using Launch = kvp::Policy<kvp::Sink<>, kvp::Window<>, kvp::TopKBudget<>, NoWork>;
 using Memory = kvp::Policy<kvp::Sink<>, kvp::Window<>, kvp::TopKBudget<>, kvp::mLSTMScorer<>>;
 using Sums = kvp::Policy<kvp::Sink<>, kvp::Window<>, kvp::TopKBudget<>, kvp::AccumulatedMass>;
 using Last = kvp::Policy<kvp::Sink<>, kvp::Window<>, kvp::TopKBudget<>, kvp::LastMass>;
@@ -260,6 +293,13 @@ void add_steps() {
                 decode(state, policy_of<Linear>(rows, scorer_of<kvp::LinearScorer<>>(heads, 128)), batch,
                        rows, 128, Order::random);
             });
+            for (const std::int32_t shares : {1, 8}) {  // an MLP of 128 hidden numbers has 8
+                add("step, scorer without work, " + std::to_string(shares) + " blocks a head/" + size,
+                    [=](benchmark::State& state) {
+                        decode(state, policy_of<Launch>(rows, NoWork{shares}), batch, rows, 128,
+                               Order::random);
+                    });
+            }
             add("step, MLP/" + size, [=](benchmark::State& state) {
                 decode(state, policy_of<Mlp>(rows, scorer_of<kvp::MlpScorer<>>(heads, 128)), batch, rows, 128,
                        Order::random);

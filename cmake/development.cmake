@@ -26,8 +26,8 @@ set(kvpolicy_variants plain noexcept optimized sanitize thread)
 set(kvpolicy_flags_plain "")
 set(kvpolicy_flags_optimized "")
 # -O0 and -O1 are for the compile time: at -O1 the sanitizers' checks take g++ three times as long. -g1
-# keeps line numbers in reports, -UNDEBUG assertions. The warnings are the plain variant's business: g++
-# has false ones under sanitizers.
+# keeps line numbers in reports (tests have it with --full only, see testing.cmake), -UNDEBUG assertions. The
+# warnings are the plain variant's business: g++ has false ones under sanitizers.
 set(kvpolicy_flags_noexcept -fno-exceptions -fno-rtti -O0)
 set(kvpolicy_flags_sanitize -fsanitize=address,undefined,float-cast-overflow -fno-sanitize-recover=all
     -fno-omit-frame-pointer -O0 -g1 -UNDEBUG -w)
