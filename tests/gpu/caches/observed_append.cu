@@ -17,26 +17,8 @@ namespace {
 
 using Dims = head_dims<64>;
 
-// Slots begin at rows 1, 6 and 18 of a tile of 64; budgets around its size.
-constexpr std::int32_t sinks[] = {0, 2, 1}, windows[] = {1, 4, 17}, budgets[] = {63, 0, 130},
-                       unbounded[] = {20, unlimited, 70};
+constexpr std::int32_t unbounded[] = {20, unlimited, 70};
 
-Observed ragged(const Observation& seen, const std::int32_t (&budget)[3] = budgets) {
-    return Observed{Sink<>{per_head(sinks, 1, 3)}, Window<>{per_head(windows, 1, 3)},
-                    TopKBudget<>{per_head(budget, 1, 3)}, AnyMass{seen}};
-}
-Observed even(const Observation& seen) {
-    return Observed{Sink<>{1}, Window<>{3}, TopKBudget<>{66}, AnyMass{seen}};
-}
-CacheShape shape_of(std::int32_t kv_heads, std::int32_t group, std::int32_t head_dim = 64) {
-    return {.layers = 1,
-            .max_sequences = 3,
-            .query_heads = kv_heads * group,
-            .kv_heads = kv_heads,
-            .head_dim_qk = head_dim,
-            .head_dim_vo = head_dim,
-            .page_size = 16};
-}
 PoolShape pool_of(std::int32_t slabs = 200) {
     return {.slab_pages = 7, .max_slabs = slabs, .max_seq_len = 400};
 }

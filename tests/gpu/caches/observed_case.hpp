@@ -36,6 +36,34 @@ inline constexpr Observation accumulated{};
 inline constexpr Observation last_of_head{.queries = 1, .accumulate = false};
 inline constexpr Observation last_of_layer{.queries = 1, .accumulate = false, .whole_layer = true};
 
+/// Three heads whose top-k slots begin at rows 1, 6 and 18 of a tile of 64; budgets around its size, or none.
+inline constexpr std::int32_t observed_sinks[] = {0, 2, 1}, observed_windows[] = {1, 4, 17},
+                              observed_budgets[] = {63, 0, 130},
+                              partly_unbounded[] = {63, kvpolicy::unlimited, 130};
+
+/// A policy whose three heads differ.
+inline Observed ragged(const Observation& seen, const std::int32_t (&budget)[3] = observed_budgets) {
+    using kvpolicy::per_head;
+    return Observed{kvpolicy::Sink<>{per_head(observed_sinks, 1, 3)},
+                    kvpolicy::Window<>{per_head(observed_windows, 1, 3)},
+                    kvpolicy::TopKBudget<>{per_head(budget, 1, 3)}, AnyMass{seen}};
+}
+/// A policy whose heads do not differ.
+inline Observed even(const Observation& seen) {
+    return Observed{kvpolicy::Sink<>{1}, kvpolicy::Window<>{3}, kvpolicy::TopKBudget<>{66}, AnyMass{seen}};
+}
+/// A cache of one layer; a FixedBudgetCache has no pages.
+inline kvpolicy::CacheShape shape_of(std::int32_t kv_heads, std::int32_t group, std::int32_t head_dim = 64,
+                                     std::int32_t sequences = 3) {
+    return {.layers = 1,
+            .max_sequences = sequences,
+            .query_heads = kv_heads * group,
+            .kv_heads = kv_heads,
+            .head_dim_qk = head_dim,
+            .head_dim_vo = head_dim,
+            .page_size = 16};
+}
+
 /// Keys of a step: normal; half of them zero, which receive equal masses; or long ones, most of which receive
 /// none in fp32.
 enum class Keys { random, equal, far };

@@ -12,22 +12,7 @@ namespace {
 
 using Dims = head_dims<64>;
 
-constexpr std::int32_t sinks[] = {0, 2, 1}, windows[] = {1, 4, 17}, budgets[] = {63, unlimited, 130},
-                       small[] = {0, 20, 40};
-
-Observed ragged(const Observation& seen, const std::int32_t (&budget)[3] = budgets) {
-    return Observed{Sink<>{per_head(sinks, 1, 3)}, Window<>{per_head(windows, 1, 3)},
-                    TopKBudget<>{per_head(budget, 1, 3)}, AnyMass{seen}};
-}
-CacheShape shape_of(std::int32_t kv_heads, std::int32_t group, std::int32_t head_dim = 64) {
-    return {.layers = 1,
-            .max_sequences = 3,
-            .query_heads = kv_heads * group,
-            .kv_heads = kv_heads,
-            .head_dim_qk = head_dim,
-            .head_dim_vo = head_dim,
-            .page_size = 16};
-}
+constexpr std::int32_t small[] = {0, 20, 40};
 
 template <class T, class P>
 void live(const CacheShape& shape, const P& policy, Keys kind, std::int32_t turns,
@@ -41,15 +26,15 @@ void live(const CacheShape& shape, const P& policy, Keys kind, std::int32_t turn
 }  // namespace
 
 TEST_CASE("sums of masses, of groups of any size") {
-    live<bf16>(shape_of(3, 1), ragged(accumulated), Keys::random, 180);
-    live<bf16>(shape_of(3, 4), ragged({.aggregate = group_aggregate::max}), Keys::equal, 180);
-    live<bf16>(shape_of(3, 9), ragged(accumulated), Keys::far, 180);
+    live<bf16>(shape_of(3, 1), ragged(accumulated, partly_unbounded), Keys::random, 180);
+    live<bf16>(shape_of(3, 4), ragged({.aggregate = group_aggregate::max}, partly_unbounded), Keys::equal,
+               180);
+    live<bf16>(shape_of(3, 9), ragged(accumulated, partly_unbounded), Keys::far, 180);
 }
 
 TEST_CASE("last masses, of a head and of a layer") {
-    live<bf16>(shape_of(3, 7), ragged(last_of_head), Keys::equal, 180);
-    live<bf16>(shape_of(3, 4), Observed{Sink<>{1}, Window<>{3}, TopKBudget<>{66}, AnyMass{last_of_layer}},
-               Keys::equal, 130);
+    live<bf16>(shape_of(3, 7), ragged(last_of_head, partly_unbounded), Keys::equal, 180);
+    live<bf16>(shape_of(3, 4), even(last_of_layer), Keys::equal, 130);
 }
 
 TEST_CASE("a pool that runs out") {
