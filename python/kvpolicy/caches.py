@@ -362,6 +362,11 @@ class Cache:
                     "tokens of the layer"
                 )
             tokens = torch.full((self.sequences,), tokens, dtype=torch.int32, device=self.device)
+        elif tokens.shape != (self.sequences,):
+            raise ValueError(
+                f"tokens: shape {tuple(tokens.shape)} is not allowed; it must be [{self.sequences}], a number "
+                "per sequence"
+            )
         workspace = self._workspace_for(group, self.sequences, max(2, self.max_draft_tokens))
         group.taken = max(group.taken, self.max_draft_tokens)
         self._count(layer, -1)
@@ -386,9 +391,13 @@ class Cache:
         """Attention of q [B, Hq, 1, Dk] over the entries that sequences hold now. Changes nothing."""
         group, index = self._layer(layer)
         count = q.shape[0]
-        out = torch.empty(count, 1, self.query_heads, self.value_dim, dtype=self.dtype, device=self.device)
+        # On CUDA an entry whose seq_id is not there leaves its rows as they are.
+        make = torch.empty if self.device.type == "cpu" else torch.zeros
+        out = make(count, 1, self.query_heads, self.value_dim, dtype=self.dtype, device=self.device)
         out = out.transpose(1, 2)
-        lse = torch.empty(count, self.query_heads, 1, device=self.device) if return_lse else None
+        lse = None
+        if return_lse:
+            lse = torch.full((count, self.query_heads, 1), -torch.inf, device=self.device)
         workspace = self._workspace_for(group, count, 1)
         batch = (count, _NOT_SET, seq_ids, None)
         group.call("attend", index, (q, None, None, out), batch, (None, lse, None, None), workspace)

@@ -336,6 +336,8 @@ def test_refused_lengths(device):
         cache.append_draft(layer, *(x[:, :, :3] for x in (q, k, v)))
     with pytest.raises(ValueError, match="tokens: 4 is not allowed"):
         cache.accept(1, 4)
+    with pytest.raises(ValueError, match="tokens: shape .1,. is not allowed; it must be .2."):
+        cache.accept(1, torch.ones(1, dtype=torch.int32, device=device))
 
 
 def test_a_damaged_snapshot_changes_nothing(device):
