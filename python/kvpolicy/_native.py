@@ -34,87 +34,107 @@ def types(kind, operation="attention"):
     return getattr(_module(kind), f"{operation}_types")
 
 
-def call(name, device, *arguments):
-    """Runs a function of the module of `device`, on the current stream of a GPU, with a workspace of
-    torch's allocator. Arguments are checked before anything is written."""
-    function = getattr(_module(device.type), name)
-    if device.type == "cuda":
-        context = torch._C._cuda_getCurrentRawStream(device.index), device.index
+@functools.cache
+def _function(name, kind):
+    return getattr(_module(kind), name)
+
+
+def call(name, like, *arguments):
+    """Runs a function of the module of the device of `like`, a tensor, on the current stream of a GPU.
+    Arguments are checked before anything is written."""
+    if like.is_cuda:
+        index = like.get_device()
+        _function(name, "cuda")(torch._C._cuda_getCurrentRawStream(index), index, *arguments)
     else:
-        context = torch.get_num_threads(), -1
-    function(*context, *arguments, lambda size: torch.empty(size, dtype=torch.uint8, device=device))
+        _function(name, like.device.type)(torch.get_num_threads(), -1, *arguments)
 
 
 def rows(tensor):
     """A tensor of one number per token whose last dimension is contiguous: a copy if need be."""
-    if tensor is None or tensor.stride(-1) == 1:
+    if tensor is None or tensor.is_contiguous() or tensor.stride(-1) == 1:
         return tensor
     return tensor.contiguous()
 
 
+def rows32(tensor):
+    """As rows, in float32."""
+    return rows(tensor if tensor is None or tensor.dtype == torch.float32 else tensor.float())
+
+
 def outputs_of(lengths):
-    """What makes a result: tokens beyond a sequence's length are not written."""
+    """What makes a result: tokens beyond a sequence's length are not written. Give it sizes one by one; torch
+    takes longer to read a tuple of them than to allocate."""
     return torch.empty if lengths is None else torch.zeros
+
+
+def empty_like(tensor, dtype=None):
+    """An uninitialized tensor of that shape, contiguous."""
+    return torch.empty_like(tensor, dtype=dtype, memory_format=torch.contiguous_format)
 
 
 # ---- operators ---------------------------------------------------------------------------------------------
 
 _TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
-_OTHERS = frozenset((type(None), int, float, bool, str, list, tuple))
+_PLAIN = _TENSORS | {type(None), int, float, bool, str, list, tuple}
+
+_compiled = torch.compiler.is_dynamo_compiling
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_transformed = torch._C._are_functorch_transforms_active
+_tracing_state = torch._C._get_tracing_state
 
 
 def _traced():
     """Whether somebody looks at operators: torch.compile, a dispatch mode, a transform, a tracer."""
-    return (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._are_functorch_transforms_active()
-        or torch._C._get_tracing_state() is not None
-    )
+    return _compiled() or _dispatch_modes() > 0 or _transformed() or _tracing_state() is not None
 
 
 class Operator:
-    """The operator kvpolicy::`name` for CPU and CUDA: `run` writes results, `fake` makes their shapes, and
-    backward(ctx, *gradients) with setup(ctx, inputs, output) is its gradient as torch.library takes it;
-    without them a gradient is refused, which `refusal` names.
+    """The operator kvpolicy::`name` for CPU and CUDA: `run` writes results, `fake` makes their shapes.
+    setup(ctx, inputs, output) keeps for the gradient what torch.library lets it keep, and backward(ctx,
+    *gradients) returns the gradients of the arguments `of`, numbers of arguments. Without them a gradient is
+    refused, which `refusal` names. A list of tensors, if any, is the argument `at_list`, the last of `of`.
 
     A call with plain tensors goes straight to `run`, under a torch.autograd.Function where a gradient is
     wanted: the dispatcher's way through Python takes longer than a short kernel. Other calls, those of
-    torch.compile among them, take torch.ops. A list of tensors, if any, is the argument `at_list`."""
+    torch.compile among them, take torch.ops."""
 
-    def __init__(self, name, schema, run, fake, backward=None, setup=None, refusal="", at_list=None):
+    def __init__(self, name, schema, run, fake, backward=None, setup=None, of=(), refusal="", at_list=None):
         qualified = f"kvpolicy::{name}"
         torch.library.define(qualified, schema)
         torch.library.impl(qualified, ("cpu", "cuda"), run)
         torch.library.register_fake(qualified)(fake)
         self.overload = getattr(torch.ops.kvpolicy, name).default
-        self.run, self.at_list = run, at_list
-        self.function = None
+        self.run, self.of, self.at_list = run, of, at_list
+        self.apply = None
         if backward is None:
-            backward, setup = _refuse(name, refusal), _keep_nothing
+            gradients, setup = _refuse(name, refusal), _keep_nothing
         else:
-            self.function = _function(name, run, backward, setup, at_list)
-        torch.library.register_autograd(qualified, backward, setup_context=setup)
+            self.apply = _apply(name, run, backward, setup, at_list is not None)
+            gradients = _of_all(backward, of, len(self.overload._schema.arguments))
+        torch.library.register_autograd(qualified, gradients, setup_context=setup)
 
     def __call__(self, *arguments):
-        at = self.at_list
-        flat = arguments if at is None else (*arguments[:at], *arguments[at], *arguments[at + 1 :])
         if _traced():
             return self.overload(*arguments)
-        wanted = False
-        for argument in flat:
-            kind = type(argument)
-            if kind in _TENSORS:
-                wanted = wanted or argument.requires_grad
-            elif kind not in _OTHERS:
-                return self.overload(*arguments)
-        if not (wanted and torch.is_grad_enabled()):
-            return self.run(*arguments)
-        if self.function is None:
+        at = self.at_list
+        flat = arguments if at is None else (*arguments[:at], *arguments[at], *arguments[at + 1 :])
+        if not _PLAIN.issuperset(map(type, flat)):
             return self.overload(*arguments)
-        if at is None:
-            return self.function.apply(*arguments)
-        return self.function.apply(*flat, len(arguments[at]))
+        if not (torch.is_grad_enabled() and _wants_gradient(flat)):
+            return self.run(*arguments)
+        if self.apply is None:
+            return self.overload(*arguments)
+        inputs = [arguments[i] for i in self.of]
+        if at is not None:
+            inputs[-1:] = arguments[at]
+        return self.apply(*inputs, arguments)
+
+
+def _wants_gradient(arguments):
+    for argument in arguments:
+        if type(argument) in _TENSORS and argument.requires_grad:
+            return True
+    return False
 
 
 def _refuse(name, what):
@@ -128,28 +148,32 @@ def _keep_nothing(ctx, inputs, output):
     pass
 
 
-def _function(name, run, backward, setup, at_list):
-    """The autograd function of an operator. With a list of tensors its last argument is their number. forward
-    calls setup itself: with a setup_context torch binds the signature at every call, which takes 20 us."""
+def _of_all(backward, of, count):
+    """The gradients of all `count` arguments, as torch.library takes them."""
 
-    def whole(arguments):
-        if at_list is None:
-            return arguments
-        *rest, number = arguments
-        end = at_list + number
-        return (*rest[:at_list], list(rest[at_list:end]), *rest[end:])
+    def gradients(ctx, *outputs):
+        found = dict(zip(of, backward(ctx, *outputs)))
+        return tuple(found.get(i) for i in range(count))
 
-    def forward(ctx, *arguments):
-        inputs = whole(arguments)
-        output = run(*inputs)
-        setup(ctx, inputs, output)
+    return gradients
+
+
+def _apply(name, run, backward, setup, has_list):
+    """apply of an autograd function whose inputs are those with a gradient, and then all arguments as one
+    tuple: torch takes a microsecond per input. forward calls setup itself: with a setup_context torch binds
+    the signature at every call, which takes 20."""
+
+    def forward(ctx, *inputs):
+        arguments = inputs[-1]
+        output = run(*arguments)
+        setup(ctx, arguments, output)
         return output
 
     def gradients(ctx, *outputs):
         found = backward(ctx, *outputs)
-        if at_list is None:
-            return found
-        return (*found[:at_list], *found[at_list], *found[at_list + 1 :], None)
+        if has_list and found[-1] is not None:
+            found = (*found[:-1], *found[-1])
+        return *found, None
 
-    members = {"forward": forward, "backward": gradients}
-    return type(name, (torch.autograd.Function,), {key: staticmethod(f) for key, f in members.items()})
+    members = {"forward": staticmethod(forward), "backward": staticmethod(gradients)}
+    return type(name, (torch.autograd.Function,), members).apply

@@ -11,8 +11,7 @@ _SEQUENCES = "Tensor? lengths, Tensor? starts, Tensor? cu_seqlens"
 _NUMBERS = "float sm_scale, float logits_soft_cap"
 
 
-def _plane32(tensor):
-    return None if tensor is None else _native.rows(tensor.float())
+_CAUSAL = Mask(None)
 
 
 # ---- attend ------------------------------------------------------------------------------------------------
@@ -20,11 +19,12 @@ def _plane32(tensor):
 
 def _attend(q, k, v, expiry, log_bias, bias_from, lengths, starts, cu_seqlens, sm_scale, logits_soft_cap):
     make = _native.outputs_of(lengths)
-    out = make((*q.shape[:-1], v.shape[-1]), dtype=q.dtype, device=q.device)
-    lse = make(q.shape[:-1], dtype=torch.float32, device=q.device)
-    mask = (_native.rows(expiry), _plane32(log_bias), bias_from)
+    *sizes, _ = q.shape
+    out = make(*sizes, v.shape[-1], dtype=q.dtype, device=q.device)
+    lse = make(*sizes, dtype=torch.float32, device=q.device)
+    mask = (_native.rows(expiry), _native.rows32(log_bias), bias_from)
     _native.call(
-        "attend", q.device, q, k, v, mask, (lengths, starts, cu_seqlens), sm_scale, logits_soft_cap, out, lse
+        "attend", q, q, k, v, mask, (lengths, starts, cu_seqlens), sm_scale, logits_soft_cap, out, lse
     )
     return out, lse
 
@@ -54,17 +54,14 @@ def _attend_backward(
     deterministic,
 ):
     make = _native.outputs_of(lengths)
-    d_q = make(q.shape, dtype=q.dtype, device=q.device)
-    d_k = torch.empty(k.shape, dtype=k.dtype, device=k.device)
-    d_v = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    d_q = make(*q.shape, dtype=q.dtype, device=q.device)
+    d_k, d_v = _native.empty_like(k), _native.empty_like(v)
     real = torch.float64 if q.dtype == torch.float64 else torch.float32
-    d_log_bias = None
-    if log_bias is not None:
-        d_log_bias = torch.empty(log_bias.shape, dtype=real, device=q.device)
-    mask = (_native.rows(expiry), _plane32(log_bias), bias_from)
+    d_log_bias = None if log_bias is None else _native.empty_like(log_bias, real)
+    mask = (_native.rows(expiry), _native.rows32(log_bias), bias_from)
     _native.call(
         "attend_backward",
-        q.device,
+        q,
         q,
         k,
         v,
@@ -108,11 +105,11 @@ def _attend_setup(ctx, inputs, output):
 
 def _attend_gradient(ctx, d_out, d_lse):
     if d_out is None and d_lse is None:
-        return (None,) * 11
+        return (None,) * 4
     out, lse, q, k, v, *others = ctx.saved_tensors
-    d_out = torch.zeros_like(out) if d_out is None else d_out
     value_dim = v.shape[-1]
     if d_lse is not None:
+        d_out = torch.zeros_like(out) if d_out is None else d_out
         # d logit = P (<d_out, v> - <out, d_out> + d_lse). Eight more numbers per row add d_lse: the first is
         # 0 in v, -d_lse in out and 1 in d_out, the rest are 0.
         pad = torch.nn.functional.pad
@@ -122,7 +119,8 @@ def _attend_gradient(ctx, d_out, d_lse):
     d_q, d_k, d_v, d_log_bias = _attend_backward_operator(
         d_out, out, lse, q, k, v, *others, *ctx.numbers, torch.are_deterministic_algorithms_enabled()
     )
-    return d_q, d_k, d_v[..., :value_dim], None, None if others[1] is None else d_log_bias, *(None,) * 6
+    d_v = d_v if d_lse is None else d_v[..., :value_dim]
+    return d_q, d_k, d_v, None if others[1] is None else d_log_bias
 
 
 _attend_operator = Operator(
@@ -132,6 +130,7 @@ _attend_operator = Operator(
     _attend_fake,
     _attend_gradient,
     _attend_setup,
+    of=(0, 1, 2, 4),
 )
 
 
@@ -167,7 +166,7 @@ def attend(
     constants. torch.use_deterministic_algorithms(True) makes those of 16-bit CUDA tensors the same bits in
     every run. On CUDA the work is enqueued on the current stream.
     """
-    mask = Mask(None) if mask is None else mask
+    mask = _CAUSAL if mask is None else mask
     out, lse = _attend_operator(q, k, v, *mask, lengths, starts, cu_seqlens, sm_scale or 0.0, logits_soft_cap)
     return (out, lse) if return_lse else out
 
@@ -176,8 +175,9 @@ def attend(
 
 
 def _causal_lse(q, k, lengths, sm_scale, logits_soft_cap):
-    lse = _native.outputs_of(lengths)(q.shape[:-1], dtype=torch.float32, device=q.device)
-    _native.call("causal_lse", q.device, q, k, (lengths, None, None), sm_scale, logits_soft_cap, lse)
+    *sizes, _ = q.shape
+    lse = _native.outputs_of(lengths)(*sizes, dtype=torch.float32, device=q.device)
+    _native.call("causal_lse", q, q, k, (lengths, None, None), sm_scale, logits_soft_cap, lse)
     return lse
 
 
@@ -215,10 +215,11 @@ def _future_mass(
     epsilon,
     beta,
 ):
-    target = _native.outputs_of(lengths)(k.shape[:-1], dtype=torch.float32, device=q.device)
+    *sizes, _ = k.shape
+    target = _native.outputs_of(lengths)(*sizes, dtype=torch.float32, device=q.device)
     _native.call(
         "future_mass",
-        q.device,
+        q,
         q,
         k,
         _native.rows(lse),

@@ -16,9 +16,9 @@ def _wide(rows):
 def _top_logits(logits, count, lengths):
     shape = (logits.shape[0], 1, *logits.shape[1:-1], count)
     rows, make = _wide(logits), _native.outputs_of(lengths)
-    values = make(shape, dtype=rows.dtype, device=logits.device)
-    indices = make(shape, dtype=torch.int32, device=logits.device)
-    _native.call("top_logits", logits.device, rows, (lengths, None, None), values, indices)
+    values = make(*shape, dtype=rows.dtype, device=logits.device)
+    indices = make(*shape, dtype=torch.int32, device=logits.device)
+    _native.call("top_logits", logits, rows, (lengths, None, None), values, indices)
     return values[:, 0].to(logits.dtype), indices[:, 0]
 
 
@@ -48,11 +48,11 @@ def top_logits(logits, count=256, *, lengths=None):
 
 def _distill(student, teacher, indices, kind, top, temperature, reverse, scale, lengths):
     rows = _wide(student)
-    d_student = _native.outputs_of(lengths)(rows.shape, dtype=rows.dtype, device=student.device)
+    d_student = _native.outputs_of(lengths)(*rows.shape, dtype=rows.dtype, device=student.device)
     record = torch.zeros(2, dtype=torch.int64, device=student.device)
     _native.call(
         "distill",
-        student.device,
+        student,
         kind,
         _wide(teacher),
         rows,
@@ -81,6 +81,7 @@ _distill_operator = Operator(
     _distill_fake,
     loss_gradient,
     loss_setup,
+    of=(0,),
 )
 
 

@@ -29,7 +29,7 @@ def _gate_loss(scores, weights, kind, instance, sinks, windows, budgets, thresho
     record = torch.zeros(2, dtype=torch.int64, device=scores.device)
     _native.call(
         "gate_loss",
-        scores.device,
+        scores,
         kind,
         _native_policy(instance, sinks, windows, budgets, thresholds),
         wide,
@@ -59,6 +59,7 @@ _gate_loss_operator = Operator(
     _gate_loss_fake,
     loss_gradient,
     loss_setup,
+    of=(0,),
 )
 
 
@@ -164,7 +165,7 @@ def _eviction_sums(scores, instance, sinks, windows, budgets, thresholds, *rest)
     record = torch.zeros(2, dtype=torch.int64, device=scores.device)
     _native.call(
         "eviction_sums",
-        scores.device,
+        scores,
         _native_policy(instance, sinks, windows, budgets, thresholds),
         _wide(scores),
         (lengths, None, cu_seqlens),
@@ -213,7 +214,7 @@ def _retention_counts(scores, instance, sinks, windows, budgets, thresholds, len
     counts = torch.empty(scores.shape[1], dtype=torch.float64, device=scores.device)
     policy = _native_policy(instance, sinks, windows, budgets, thresholds)
     _native.call(
-        "retention_counts", scores.device, policy, _wide(scores), (lengths, None, cu_seqlens), counts
+        "retention_counts", scores, policy, _wide(scores), (lengths, None, cu_seqlens), counts
     )
     return counts
 
@@ -294,7 +295,7 @@ def _straight_through_values(
     d_scores = _filled(scores, 0, real, lengths)
     _native.call(
         "straight_through_values",
-        v.device,
+        v,
         _native_policy(instance, sinks, windows, budgets, thresholds),
         _native.rows(scores.to(real)),
         v,

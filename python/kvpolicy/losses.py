@@ -26,13 +26,12 @@ def loss_of(record, dtype):
 def loss_setup(ctx, inputs, output):
     """The gradient of an operator that returns (loss, gradient of its first argument)."""
     ctx.save_for_backward(output[1])
-    ctx.count = len(inputs)
     ctx.mark_non_differentiable(output[1])
 
 
 def loss_gradient(ctx, d_loss, _d_gradient):
     (gradient,) = ctx.saved_tensors
-    return d_loss.to(gradient.dtype) * gradient, *(None for _ in range(ctx.count - 1))
+    return (d_loss.to(gradient.dtype) * gradient,)
 
 
 _NUMBERS = (
@@ -52,10 +51,10 @@ def _boundary_loss(scores, log_gamma, target, instance, sinks, windows, budgets,
     record = torch.zeros(5, dtype=torch.int64, device=scores.device)
     _native.call(
         "boundary_loss",
-        scores.device,
+        scores,
         _native_policy(instance, sinks, windows, budgets, thresholds),
         wide,
-        _native.rows(target.float()),
+        _native.rows32(target),
         None if log_gamma is None else log_gamma.float().contiguous(),
         (lengths, None, None),
         tuple(numbers),
@@ -84,7 +83,6 @@ def _boundary_fake(scores, log_gamma, *_others):
 def _boundary_setup(ctx, inputs, output):
     ctx.save_for_backward(output[2], output[3])
     ctx.decays = inputs[1] is not None
-    ctx.count = len(inputs)
     ctx.mark_non_differentiable(output[1], output[2], output[3])
 
 
@@ -92,7 +90,7 @@ def _boundary_gradient(ctx, d_loss, *_others):
     d_scores, d_log_gamma = ctx.saved_tensors
     scale = d_loss.to(d_scores.dtype)
     d_log_gamma = d_loss.to(d_log_gamma.dtype) * d_log_gamma if ctx.decays else None
-    return scale * d_scores, d_log_gamma, *(None for _ in range(ctx.count - 2))
+    return scale * d_scores, d_log_gamma
 
 
 _boundary_operator = Operator(
@@ -103,6 +101,7 @@ _boundary_operator = Operator(
     _boundary_fake,
     _boundary_gradient,
     _boundary_setup,
+    of=(0, 1),
 )
 
 

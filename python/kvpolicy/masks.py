@@ -40,15 +40,14 @@ def _numbers_of(policy):
 
 
 def _native_policy(instance, sinks, windows, budgets, thresholds, log_gamma=None):
-    log_gammas = [0.0] if log_gamma is None else log_gamma.detach().tolist()
-    return instance, list(sinks), list(windows), list(budgets), list(thresholds), log_gammas
+    log_gammas = (0.0,) if log_gamma is None else log_gamma.detach().tolist()
+    return instance, sinks, windows, budgets, thresholds, log_gammas
 
 
 def _filled(like, value, dtype, lengths):
     """A result of the shape of `like`; tokens beyond a sequence's length are not written."""
-    if lengths is None:
-        return torch.empty(like.shape, dtype=dtype, device=like.device)
-    return torch.full(like.shape, value, dtype=dtype, device=like.device)
+    made = _native.empty_like(like, dtype)
+    return made if lengths is None else made.fill_(value)
 
 
 # ---- build_mask --------------------------------------------------------------------------------------------
@@ -58,11 +57,11 @@ def _build_mask(scores, instance, sinks, windows, budgets, thresholds, log_gamma
     expiry = _filled(scores, -1, torch.int32, lengths)
     policy = _native_policy(instance, sinks, windows, budgets, thresholds, log_gamma)
     if instance.startswith("\n"):  # the source of a policy without an instance
-        ranked = _native.rows(scores.float())
+        ranked = _native.rows32(scores)
         first_use.build_mask(instance, policy, ranked, lengths, cu_seqlens, expiry)
         return expiry
-    ranked = None if instance == "window" else _native.rows(scores.float())
-    _native.call("build_mask", scores.device, policy, ranked, (lengths, None, cu_seqlens), expiry)
+    ranked = None if instance == "window" else _native.rows32(scores)
+    _native.call("build_mask", scores, policy, ranked, (lengths, None, cu_seqlens), expiry)
     return expiry
 
 
@@ -93,9 +92,8 @@ def build_mask(policy, scores, *, lengths=None, cu_seqlens=None):
     """
     if isinstance(policy.scorer, ObservedScorer):
         raise ValueError(f"policy: {policy!r} is not allowed; build_observed_mask takes it, with q and k")
-    expiry = _build_mask_operator(
-        scores.detach(), *_numbers_of(policy), policy.log_gamma, lengths, cu_seqlens
-    )
+    scores = scores.detach() if scores.requires_grad else scores
+    expiry = _build_mask_operator(scores, *_numbers_of(policy), policy.log_gamma, lengths, cu_seqlens)
     return Mask(expiry)
 
 
@@ -172,7 +170,7 @@ _TAIL = f"{_POLICY}, {_GATE}, Tensor? lengths, Tensor? cu_seqlens"
 
 def _wide(scores):
     """Scores as the library reads them: float32, or float64."""
-    return _native.rows(scores if scores.dtype == torch.float64 else scores.float())
+    return _native.rows(scores) if scores.dtype == torch.float64 else _native.rows32(scores)
 
 
 def _build_log_bias(
@@ -183,7 +181,7 @@ def _build_log_bias(
     policy = _native_policy(instance, sinks, windows, budgets, thresholds)
     _native.call(
         "build_log_bias",
-        scores.device,
+        scores,
         policy,
         (gate, *numbers, noise, seed),
         _wide(scores),
@@ -221,7 +219,7 @@ def _log_bias_backward(
     policy = _native_policy(instance, sinks, windows, budgets, thresholds)
     _native.call(
         "log_bias_backward",
-        scores.device,
+        scores,
         policy,
         (gate, *numbers, noise, seed),
         wide,
@@ -254,7 +252,7 @@ def _log_bias_setup(ctx, inputs, output):
 def _log_bias_gradient(ctx, d_log_bias, _d_expiry):
     scores, lengths, cu_seqlens = ctx.saved_tensors
     d_scores = _log_bias_backward_operator(scores, d_log_bias, *ctx.rest, lengths, cu_seqlens)
-    return (d_scores, *(None for _ in ctx.rest), None, None)
+    return (d_scores,)
 
 
 _build_log_bias_operator = Operator(
@@ -264,6 +262,7 @@ _build_log_bias_operator = Operator(
     _build_log_bias_fake,
     _log_bias_gradient,
     _log_bias_setup,
+    of=(0,),
 )
 
 

@@ -22,10 +22,10 @@ _SHAPES = {
 
 def _metric(expiry, second, kind, instance, sinks, windows, budgets, thresholds, lengths):
     shape, dtype = _SHAPES[kind]
-    out = _native.outputs_of(lengths)(shape(*expiry.shape), dtype=dtype, device=expiry.device)
+    out = _native.outputs_of(lengths)(*shape(*expiry.shape), dtype=dtype, device=expiry.device)
     policy = _native_policy(instance, sinks, windows, budgets, thresholds)
     planes = (_native.rows(expiry), _native.rows(second))
-    _native.call("metric", expiry.device, kind, policy, *planes, (lengths, None, None), out)
+    _native.call("metric", expiry, kind, policy, *planes, (lengths, None, None), out)
     return out
 
 

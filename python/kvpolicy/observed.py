@@ -101,7 +101,7 @@ def _observed_mask(q, k, instance, sinks, windows, budgets, thresholds, *rest):
     expiry = _filled(k[..., 0], -1, torch.int32, lengths)
     _native.call(
         "observed_mask",
-        q.device,
+        q,
         _native_policy(instance, sinks, windows, budgets, thresholds),
         (chunk, largest, whole_layer, pool, pool_largest, prompt),
         q,
@@ -159,7 +159,7 @@ def _received_mass(q, k, expiry, queries, largest, sm_scale, logits_soft_cap, le
     mass = _filled(k[..., 0], 0, torch.float32, lengths)
     _native.call(
         "received_mass",
-        q.device,
+        q,
         q,
         k,
         _native.rows(expiry),

@@ -26,16 +26,22 @@ def _real(rows):
 
 def _wide_parameters(parameters):
     """As the library reads them; an empty tensor stands for a parameter that is left out."""
-    return [p.float().contiguous() if p.numel() else None for p in parameters]
+    return [
+        (p if p.dtype == torch.float32 and p.is_contiguous() else p.float().contiguous())
+        if p.numel()
+        else None
+        for p in parameters
+    ]
 
 
 def _score(k, v, parameters, kind, sizes, numbers, frequencies, lengths, cu_seqlens):
     # Tokens beyond a sequence's length, and keys that do not leave their window, are not scored.
     make = torch.empty if sizes[3] == 0 and lengths is None else torch.zeros
-    scores = make(k.shape[:-1], dtype=_real(k), device=k.device)
+    *sequence, _ = k.shape
+    scores = make(*sequence, dtype=_real(k), device=k.device)
     scorer = (kind, sizes, numbers, frequencies)
     wide = _wide_parameters(parameters)
-    _native.call("score", k.device, scorer, k, v, wide, (lengths, None, cu_seqlens), scores)
+    _native.call("score", k, scorer, k, v, wide, (lengths, None, cu_seqlens), scores)
     return scores
 
 
@@ -52,7 +58,7 @@ def _score_backward(
     sums = [torch.zeros(p.shape, dtype=real, device=k.device) for p in parameters]
     _native.call(
         "score_backward",
-        k.device,
+        k,
         scorer,
         k,
         v,
@@ -95,7 +101,7 @@ def _score_gradient(ctx, d_scores):
         d_scores, k, v, parameters, *ctx.scorer, frequencies, lengths, cu_seqlens, inputs
     )
     rows = (d_k, d_v) if inputs else (None, None)
-    return *rows, d_parameters, *(None for _ in range(6))
+    return *rows, d_parameters
 
 
 _score_operator = Operator(
@@ -105,6 +111,7 @@ _score_operator = Operator(
     _score_fake,
     _score_gradient,
     _score_setup,
+    of=(0, 1, 2),
     at_list=2,
 )
 
@@ -139,6 +146,7 @@ class Rope:
 
 # In the order of the library's rope_layout.
 _LAYOUTS = (None, "interleaved", "half_split")
+_UNROTATED = Rope(None)
 
 
 def _check_size(name, value):
@@ -170,7 +178,7 @@ class Scorer(nn.Module):
 
     def call_numbers(self):
         """The operator's sizes, numbers and frequencies."""
-        rope = self.rope or Rope(None)
+        rope = self.rope or _UNROTATED
         sizes = [*self.sizes(), rope.layout_number, rope.dims]
         return sizes, [self.gate_softcap, float(rope.base)], rope.frequencies
 

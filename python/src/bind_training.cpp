@@ -25,14 +25,13 @@ GateLossArgs gate_loss_args(const Reader& read, const nb::tuple& policy, Object 
 
 void call_gate_loss(Stream stream, Device device, const std::string& kind, const nb::tuple& policy,
                     Object scores, const nb::tuple& sequences, const nb::tuple& numbers,
-                    const nb::tuple& gate, Object lambda, Object total, Object d_scores, Object value,
-                    Object allocate) {
+                    const nb::tuple& gate, Object lambda, Object total, Object d_scores, Object value) {
     const Reader read(device);
     GateLossArgs args = gate_loss_args(read, policy, scores, sequences, numbers, gate);
     args.kind = kind;
     args.lambda = read("weights", lambda), args.total = read("total", total);
     args.d_scores = read("d_scores", d_scores), args.value = read("value", value);
-    run(stream, device, allocate, [&](const Context& ctx, const workspace_view* view) {
+    run(stream, device, [&](const Context& ctx, const workspace_view* view) {
         return with_type(score_types{}, args.scores,
                          [&]<class Real>() { return gate_loss<Real>(ctx, args, view); });
     });
@@ -40,46 +39,45 @@ void call_gate_loss(Stream stream, Device device, const std::string& kind, const
 
 void call_eviction_sums(Stream stream, Device device, const nb::tuple& policy, Object scores,
                         const nb::tuple& sequences, const nb::tuple& numbers, const nb::tuple& gate,
-                        Object value, Object allocate) {
+                        Object value) {
     const Reader read(device);
     GateLossArgs args = gate_loss_args(read, policy, scores, sequences, numbers, gate);
     args.value = read("value", value);
-    run(stream, device, allocate, [&](const Context& ctx, const workspace_view* view) {
+    run(stream, device, [&](const Context& ctx, const workspace_view* view) {
         return with_type(score_types{}, args.scores,
                          [&]<class Real>() { return eviction_sums<Real>(ctx, args, view); });
     });
 }
 
 void call_retention_counts(Stream stream, Device device, const nb::tuple& policy, Object scores,
-                           const nb::tuple& sequences, Object counts, Object allocate) {
+                           const nb::tuple& sequences, Object counts) {
     const Reader read(device);
     const RetentionArgs args{policy_from(policy), read("scores", scores), read.sequences(sequences),
                              read("counts", counts)};
-    run(stream, device, allocate, [&](const Context& ctx, const workspace_view* view) {
+    run(stream, device, [&](const Context& ctx, const workspace_view* view) {
         return with_type(score_types{}, args.scores,
                          [&]<class Real>() { return retention_counts<Real>(ctx, args, view); });
     });
 }
 
 void call_straight_through_values(Stream stream, Device device, const nb::tuple& policy, Object scores,
-                                  Object v, Object d_v, const nb::tuple& sequences, Object d_scores,
-                                  Object allocate) {
+                                  Object v, Object d_v, const nb::tuple& sequences, Object d_scores) {
     const Reader read(device);
     const StraightThroughArgs args{
         policy_from(policy), read("scores", scores),    read("v", v),
         read("d_v", d_v),    read.sequences(sequences), read("d_scores", d_scores)};
-    run(stream, device, allocate, [&](const Context& ctx, const workspace_view* view) {
+    run(stream, device, [&](const Context& ctx, const workspace_view* view) {
         return with_type(scorer_types{}, args.v,
                          [&]<class T>() { return straight_through_values<T>(ctx, args, view); });
     });
 }
 
 void call_top_logits(Stream stream, Device device, Object logits, const nb::tuple& sequences, Object values,
-                     Object indices, Object allocate) {
+                     Object indices) {
     const Reader read(device);
     const TopLogitsArgs args{read("logits", logits), read.sequences(sequences), read("values", values),
                              read("indices", indices)};
-    run(stream, device, allocate, [&](const Context& ctx, const workspace_view* view) {
+    run(stream, device, [&](const Context& ctx, const workspace_view* view) {
         return with_type(distill_types{}, args.logits,
                          [&]<class T>() { return top_logits<T>(ctx, args, view); });
     });
@@ -88,7 +86,7 @@ void call_top_logits(Stream stream, Device device, Object logits, const nb::tupl
 /// `numbers` is (top, temperature, reverse, scale).
 void call_distill(Stream stream, Device device, const std::string& kind, Object teacher, Object student,
                   Object indices, const nb::tuple& sequences, const nb::tuple& numbers, Object d_student,
-                  Object value, Object allocate) {
+                  Object value) {
     const Reader read(device);
     const DistillArgs args{kind,
                            read("teacher", teacher),
@@ -101,14 +99,14 @@ void call_distill(Stream stream, Device device, const std::string& kind, Object 
                            nb::cast<float>(numbers[3]),
                            read("d_student", d_student),
                            read("value", value)};
-    run(stream, device, allocate, [&](const Context& ctx, const workspace_view* view) {
+    run(stream, device, [&](const Context& ctx, const workspace_view* view) {
         return with_type(distill_types{}, args.student,
                          [&]<class T>() { return distill<T>(ctx, args, view); });
     });
 }
 
 void call_metric(Stream stream, Device device, const std::string& kind, const nb::tuple& policy,
-                 Object expiry, Object second, const nb::tuple& sequences, Object out, Object allocate) {
+                 Object expiry, Object second, const nb::tuple& sequences, Object out) {
     const Reader read(device);
     const MetricArgs args{kind,
                           policy_from(policy),
@@ -116,13 +114,13 @@ void call_metric(Stream stream, Device device, const std::string& kind, const nb
                           read("student", second),
                           read.sequences(sequences),
                           read("out", out)};
-    run(stream, device, allocate,
+    run(stream, device,
         [&](const Context& ctx, const workspace_view* view) { return metric(ctx, args, view); });
 }
 
 void call_received_mass(Stream stream, Device device, Object q, Object k, Object expiry,
                         const nb::tuple& sequences, float sm_scale, float logits_soft_cap,
-                        std::int32_t queries, bool largest, Object mass, Object allocate) {
+                        std::int32_t queries, bool largest, Object mass) {
     const Reader read(device);
     const ReceivedMassArgs args{read("q", q),
                                 read("k", k),
@@ -132,7 +130,7 @@ void call_received_mass(Stream stream, Device device, Object q, Object k, Object
                                 queries,
                                 largest,
                                 read("mass", mass)};
-    run(stream, device, allocate, [&](const Context& ctx, const workspace_view* view) {
+    run(stream, device, [&](const Context& ctx, const workspace_view* view) {
         return with_type(attention_types{}, args.q,
                          [&]<class T>() { return received_mass<T>(ctx, args, view); });
     });
@@ -141,7 +139,7 @@ void call_received_mass(Stream stream, Device device, Object q, Object k, Object
 /// `numbers` is (chunk, largest, whole_layer, pool, pool_largest, prompt).
 void call_observed_mask(Stream stream, Device device, const nb::tuple& policy, const nb::tuple& numbers,
                         Object q, Object k, const nb::tuple& sequences, float sm_scale, float logits_soft_cap,
-                        Object expiry, Object allocate) {
+                        Object expiry) {
     const Reader read(device);
     const auto whole = [&](std::size_t i) { return nb::cast<std::int32_t>(numbers[i]); };
     const auto is = [&](std::size_t i) { return nb::cast<bool>(numbers[i]); };
@@ -157,7 +155,7 @@ void call_observed_mask(Stream stream, Device device, const nb::tuple& policy, c
                                 read.sequences(sequences),
                                 {sm_scale, logits_soft_cap},
                                 read("expiry", expiry)};
-    run(stream, device, allocate, [&](const Context& ctx, const workspace_view* view) {
+    run(stream, device, [&](const Context& ctx, const workspace_view* view) {
         return with_type(attention_types{}, args.q,
                          [&]<class T>() { return observed_mask<T>(ctx, args, view); });
     });

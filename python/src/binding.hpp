@@ -1,6 +1,5 @@
 // What the functions of the extension module share. They take tensors (reader.hpp), or None for one that is
-// left out; the last argument, `allocate`, is a function that returns a tensor of so many bytes, the call's
-// workspace.
+// left out.
 #pragma once
 
 #include "operators.hpp"
@@ -63,25 +62,17 @@ inline GateNumbers gate_from(const nb::tuple& gate) {
             nb::cast<bool>(gate[6]),        nb::cast<std::uint64_t>(gate[7])};
 }
 
-/// Runs call(context, workspace) with the bytes of workspace that call(context, nullptr) asks for: of torch's
-/// allocator, or a tensor of allocate(bytes) where DLPack has no way to it. The run itself is without the
-/// interpreter's lock.
+/// Runs call(context, workspace) with the bytes of workspace that call(context, nullptr) asks for, which are
+/// torch's. The run itself is without the interpreter's lock.
 template <class Call>
-void run(std::uintptr_t stream, std::int32_t device, nb::handle allocate, Call&& call) {
+void run(std::uintptr_t stream, std::int32_t device, Call&& call) {
     const auto& ctx = context_of(stream, device);
     const std::size_t bytes = call(ctx, nullptr);
-    const Torch& torch = Torch::get();
-    workspace_view view{nullptr, bytes};
-    nb::object tensor;
-    Torch::Memory memory{nullptr, nullptr};
-    if (bytes > 0 && torch.allocates()) {
-        memory = torch.allocate(static_cast<std::int64_t>(bytes), device);
-        view.data = static_cast<std::uint8_t*>(memory->tensor.data) + memory->tensor.byte_offset;
-    } else if (bytes > 0) {
-        tensor = allocate(bytes);
-        view.data =
-            array_of<std::uint8_t>(Reader(device)("workspace", tensor), static_cast<std::int64_t>(bytes));
+    Torch::Memory memory;
+    if (bytes > 0) {
+        memory = Torch::get().allocate(bytes, device);
     }
+    const workspace_view view{static_cast<std::uint8_t*>(memory.data), bytes};
     const nb::gil_scoped_release release;
     call(ctx, &view);
 }

@@ -6,33 +6,31 @@ namespace kvpolicy::python {
 namespace {
 
 void call_build_mask(Stream stream, Device device, const nb::tuple& policy, Object scores,
-                     const nb::tuple& sequences, Object expiry, Object allocate) {
+                     const nb::tuple& sequences, Object expiry) {
     const Reader read(device);
     const MaskArgs args{policy_from(policy), read("scores", scores), read.sequences(sequences),
                         read("expiry", expiry)};
-    run(stream, device, allocate,
+    run(stream, device,
         [&](const Context& ctx, const workspace_view* view) { return build_mask(ctx, args, view); });
 }
 
 void call_build_log_bias(Stream stream, Device device, const nb::tuple& policy, const nb::tuple& gate,
-                         Object scores, const nb::tuple& sequences, Object expiry, Object log_bias,
-                         Object allocate) {
+                         Object scores, const nb::tuple& sequences, Object expiry, Object log_bias) {
     const Reader read(device);
     LogBiasArgs args{policy_from(policy), gate_from(gate), read("scores", scores), read.sequences(sequences)};
     args.expiry = read("expiry", expiry);
     args.log_bias = read("log_bias", log_bias);
-    run(stream, device, allocate,
+    run(stream, device,
         [&](const Context& ctx, const workspace_view* view) { return build_log_bias(ctx, args, view); });
 }
 
 void call_log_bias_backward(Stream stream, Device device, const nb::tuple& policy, const nb::tuple& gate,
-                            Object scores, Object d_log_bias, const nb::tuple& sequences, Object d_scores,
-                            Object allocate) {
+                            Object scores, Object d_log_bias, const nb::tuple& sequences, Object d_scores) {
     const Reader read(device);
     LogBiasArgs args{policy_from(policy), gate_from(gate), read("scores", scores), read.sequences(sequences)};
     args.d_log_bias = read("d_log_bias", d_log_bias);
     args.d_scores = read("d_scores", d_scores);
-    run(stream, device, allocate,
+    run(stream, device,
         [&](const Context& ctx, const workspace_view* view) { return log_bias_backward(ctx, args, view); });
 }
 
@@ -50,12 +48,11 @@ AttendArgs attend_args(const Reader& read, Object q, Object k, Object v, const n
 }
 
 void call_attend(Stream stream, Device device, Object q, Object k, Object v, const nb::tuple& mask,
-                 const nb::tuple& sequences, float sm_scale, float logits_soft_cap, Object out, Object lse,
-                 Object allocate) {
+                 const nb::tuple& sequences, float sm_scale, float logits_soft_cap, Object out, Object lse) {
     const Reader read(device);
     AttendArgs args = attend_args(read, q, k, v, mask, sequences, sm_scale, logits_soft_cap);
     args.out = read("out", out), args.lse = read("lse", lse);
-    run(stream, device, allocate, [&](const Context& ctx, const workspace_view* view) {
+    run(stream, device, [&](const Context& ctx, const workspace_view* view) {
         return with_type(attention_types{}, args.q, [&]<class T>() { return attend<T>(ctx, args, view); });
     });
 }
@@ -63,26 +60,25 @@ void call_attend(Stream stream, Device device, Object q, Object k, Object v, con
 /// `saved` is (out, lse, d_out), `grads` (d_q, d_k, d_v, d_log_bias).
 void call_attend_backward(Stream stream, Device device, Object q, Object k, Object v, const nb::tuple& mask,
                           const nb::tuple& sequences, float sm_scale, float logits_soft_cap,
-                          bool deterministic, const nb::tuple& saved, const nb::tuple& grads,
-                          Object allocate) {
+                          bool deterministic, const nb::tuple& saved, const nb::tuple& grads) {
     const Reader read(device);
     AttendArgs args = attend_args(read, q, k, v, mask, sequences, sm_scale, logits_soft_cap);
     args.deterministic = deterministic;
     args.out = read("out", saved[0]), args.lse = read("lse", saved[1]), args.d_out = read("d_out", saved[2]);
     args.d_q = read("d_q", grads[0]), args.d_k = read("d_k", grads[1]), args.d_v = read("d_v", grads[2]);
     args.d_log_bias = read("d_log_bias", grads[3]);
-    run(stream, device, allocate, [&](const Context& ctx, const workspace_view* view) {
+    run(stream, device, [&](const Context& ctx, const workspace_view* view) {
         return with_type(attention_types{}, args.q,
                          [&]<class T>() { return attend_backward<T>(ctx, args, view); });
     });
 }
 
 void call_causal_lse(Stream stream, Device device, Object q, Object k, const nb::tuple& sequences,
-                     float sm_scale, float logits_soft_cap, Object lse, Object allocate) {
+                     float sm_scale, float logits_soft_cap, Object lse) {
     const Reader read(device);
     FutureMassArgs args{read("q", q), read("k", k), read.sequences(sequences), {sm_scale, logits_soft_cap}};
     args.lse = read("lse", lse);
-    run(stream, device, allocate, [&](const Context& ctx, const workspace_view* view) {
+    run(stream, device, [&](const Context& ctx, const workspace_view* view) {
         return with_type(attention_types{}, args.q,
                          [&]<class T>() { return causal_lse<T>(ctx, args, view); });
     });
@@ -91,7 +87,7 @@ void call_causal_lse(Stream stream, Device device, Object q, Object k, const nb:
 void call_future_mass(Stream stream, Device device, Object q, Object k, Object lse,
                       const nb::tuple& sequences, float sm_scale, float logits_soft_cap,
                       const std::vector<std::int32_t>& windows, std::int32_t look_ahead, bool normalize,
-                      bool mean, float epsilon, float beta, Object target, Object allocate) {
+                      bool mean, float epsilon, float beta, Object target) {
     const Reader read(device);
     const FutureMassArgs args{read("q", q),
                               read("k", k),
@@ -105,7 +101,7 @@ void call_future_mass(Stream stream, Device device, Object q, Object k, Object l
                               mean,
                               epsilon,
                               beta};
-    run(stream, device, allocate, [&](const Context& ctx, const workspace_view* view) {
+    run(stream, device, [&](const Context& ctx, const workspace_view* view) {
         return with_type(attention_types{}, args.q,
                          [&]<class T>() { return future_mass<T>(ctx, args, view); });
     });
@@ -131,22 +127,22 @@ ScoreArgs score_args(const Reader& read, const nb::tuple& scorer, Object k, Obje
 }
 
 void call_score(Stream stream, Device device, const nb::tuple& scorer, Object k, Object v,
-                const nb::list& parameters, const nb::tuple& sequences, Object scores, Object allocate) {
+                const nb::list& parameters, const nb::tuple& sequences, Object scores) {
     const Reader read(device);
     const ScoreArgs args = score_args(read, scorer, k, v, parameters, sequences, scores);
-    run(stream, device, allocate, [&](const Context& ctx, const workspace_view* view) {
+    run(stream, device, [&](const Context& ctx, const workspace_view* view) {
         return with_type(scorer_types{}, args.k, [&]<class T>() { return score<T>(ctx, args, view); });
     });
 }
 
 void call_score_backward(Stream stream, Device device, const nb::tuple& scorer, Object k, Object v,
                          const nb::list& parameters, const nb::tuple& sequences, Object d_scores, Object d_k,
-                         Object d_v, const nb::list& d_parameters, Object allocate) {
+                         Object d_v, const nb::list& d_parameters) {
     const Reader read(device);
     ScoreArgs args = score_args(read, scorer, k, v, parameters, sequences, d_scores);
     args.d_k = read("d_k", d_k), args.d_v_rows = read("d_v", d_v);
     args.d_parameters = read.each("d_parameter", d_parameters);
-    run(stream, device, allocate, [&](const Context& ctx, const workspace_view* view) {
+    run(stream, device, [&](const Context& ctx, const workspace_view* view) {
         return with_type(scorer_types{}, args.k,
                          [&]<class T>() { return score_backward<T>(ctx, args, view); });
     });
@@ -156,7 +152,7 @@ void call_score_backward(Stream stream, Device device, const nb::tuple& scorer, 
 /// late, scale, seed).
 void call_boundary_loss(Stream stream, Device device, const nb::tuple& policy, Object scores, Object target,
                         Object log_gamma, const nb::tuple& sequences, const nb::tuple& numbers,
-                        Object d_scores, Object d_log_gamma, Object value, Object allocate) {
+                        Object d_scores, Object d_log_gamma, Object value) {
     const Reader read(device);
     const auto number = [&](std::size_t i) { return nb::cast<float>(numbers[i]); };
     const BoundaryArgs args{policy_from(policy),
@@ -177,7 +173,7 @@ void call_boundary_loss(Stream stream, Device device, const nb::tuple& policy, O
                             read("d_scores", d_scores),
                             read("d_log_gamma", d_log_gamma),
                             read("value", value)};
-    run(stream, device, allocate, [&](const Context& ctx, const workspace_view* view) {
+    run(stream, device, [&](const Context& ctx, const workspace_view* view) {
         return with_type(score_types{}, args.scores,
                          [&]<class Real>() { return boundary_loss<Real>(ctx, args, view); });
     });

@@ -6,6 +6,7 @@
 
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/string.h>
 
 #include <algorithm>
 #include <array>
@@ -66,14 +67,27 @@ class Torch {
         return read_dlpack(found, tensor);
     }
 
-    /// Bytes of torch's allocator on a GPU, or on the CPU for -1; `bytes` of them, until the result goes.
-    using Memory = std::unique_ptr<ManagedTensor, void (*)(ManagedTensor*)>;
-    [[nodiscard]] bool allocates() const { return api_ != nullptr; }
-    [[nodiscard]] Memory allocate(std::int64_t bytes, std::int32_t device) const {
+    /// Memory of torch's allocator, until it goes; it goes with the interpreter's lock.
+    struct Memory {
+        std::unique_ptr<ManagedTensor, void (*)(ManagedTensor*)> managed{nullptr, nullptr};
+        nb::object tensor;
+        void* data = nullptr;
+    };
+    /// `bytes` of a GPU, on its current stream, or of the CPU for device -1.
+    [[nodiscard]] Memory allocate(std::size_t bytes, std::int32_t device) const {
+        Memory memory;
+        if (api_ == nullptr) {
+            const std::string name = device < 0 ? "cpu" : kvpolicy::detail::text("cuda:", device);
+            memory.tensor = empty_(bytes, nb::arg("dtype") = types_[static_cast<int>(dtype::uint8)],
+                                   nb::arg("device") = name);
+            memory.data = pointer_of(memory.tensor);
+            return memory;
+        }
+        auto count = static_cast<std::int64_t>(bytes);
         nb::dlpack::dltensor like{};
         like.device.device_type = device < 0 ? nb::device::cpu::value : nb::device::cuda::value;
         like.device.device_id = std::max(device, 0);
-        like.ndim = 1, like.shape = &bytes;
+        like.ndim = 1, like.shape = &count;
         like.dtype = nb::dtype<std::uint8_t>();
         ManagedTensor* found = nullptr;
         std::string message;
@@ -83,7 +97,9 @@ class Torch {
         if (api_->allocate(&like, &found, &message, set_error) != 0) {
             throw std::runtime_error(message);
         }
-        return {found, found->free};
+        memory.managed = {found, found->free};
+        memory.data = static_cast<std::uint8_t*>(found->tensor.data) + found->tensor.byte_offset;
+        return memory;
     }
 
     static std::int32_t read_dlpack(const nb::dlpack::dltensor& found, Tensor& tensor) {
@@ -100,8 +116,9 @@ class Torch {
     }
 
     static void check_dims(Tensor& tensor, std::int64_t dims) {
-        kvpolicy::detail::require(dims <= Tensor::max_dims, kvpolicy::detail::text(tensor.name, ".dim()"),
-                                  dims, "at most 4");
+        using kvpolicy::detail::text;
+        kvpolicy::detail::require(
+            dims <= Tensor::max_dims, [&] { return text(tensor.name, ".dim()"); }, dims, "at most 4");
         tensor.dims = static_cast<int>(dims);
     }
 
@@ -109,6 +126,7 @@ class Torch {
     Torch() {
         const nb::module_ torch = nb::module_::import_("torch");
         tensor_ = torch.attr("Tensor");
+        empty_ = torch.attr("empty");
         for (std::size_t i = 0; i < types_.size(); ++i) {
             types_[i] = torch.attr(name_of(static_cast<dtype>(i)));
         }
@@ -132,7 +150,7 @@ class Torch {
             tensor.strides[i] = nb::cast<std::int64_t>(strides[i]);
         }
         tensor.given = true;
-        tensor.data = reinterpret_cast<void*>(nb::cast<std::uintptr_t>(object.attr("data_ptr")()));
+        tensor.data = pointer_of(object);
         const nb::object type = object.attr("dtype");
         for (std::size_t i = 0; i < types_.size(); ++i) {
             if (type.is(types_[i])) {
@@ -142,6 +160,10 @@ class Torch {
         return nb::cast<bool>(object.attr("is_cuda"))  ? nb::cast<std::int32_t>(object.attr("get_device")())
                : nb::cast<bool>(object.attr("is_cpu")) ? -1
                                                        : elsewhere;
+    }
+
+    static void* pointer_of(nb::handle object) {
+        return reinterpret_cast<void*>(nb::cast<std::uintptr_t>(object.attr("data_ptr")()));
     }
 
     static dtype dtype_from(const nb::dlpack::dtype& type) {
@@ -159,7 +181,7 @@ class Torch {
                                      : dtype::other;
     }
 
-    nb::object tensor_;
+    nb::object tensor_, empty_;
     std::array<nb::object, static_cast<std::size_t>(dtype::other)> types_;
     const ExchangeApi* api_ = nullptr;
 };
@@ -170,7 +192,6 @@ class Reader {
     explicit Reader(std::int32_t device) : device_(device) {}
 
     Tensor operator()(const char* name, nb::handle object) const {
-        using kvpolicy::detail::text;
         Tensor tensor;
         tensor.name = name;
         if (object.is_none()) {
@@ -178,12 +199,9 @@ class Reader {
         }
         const Torch& torch = Torch::get();
         const std::int32_t found = torch.owns(object) ? torch.read(object, tensor) : read(object, tensor);
-        kvpolicy::detail::require(
-            found == (on_cuda ? device_ : -1), text(name, ".device"),
-            found == elsewhere ? std::string("another device")
-            : found < 0        ? std::string("cpu")
-                               : text("cuda:", found),
-            on_cuda ? text("cuda:", device_, ", as the other tensors") : text("cpu, as the other tensors"));
+        if (found != (on_cuda ? device_ : -1)) [[unlikely]] {
+            refuse(name, found);
+        }
         return tensor;
     }
 
@@ -202,6 +220,16 @@ class Reader {
     }
 
   private:
+    [[noreturn]] void refuse(const char* name, std::int32_t found) const {
+        using kvpolicy::detail::text;
+        kvpolicy::detail::refuse(
+            text(name, ".device").c_str(),
+            found == elsewhere ? "another device"
+            : found < 0        ? "cpu"
+                               : text("cuda:", found),
+            on_cuda ? text("cuda:", device_, ", as the other tensors") : "cpu, as the other tensors");
+    }
+
     /// Torch::read of any tensor that DLPack describes.
     static std::int32_t read(nb::handle object, Tensor& tensor) {
         nb::ndarray<> array;

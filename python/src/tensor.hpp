@@ -91,15 +91,18 @@ void check(const Tensor& tensor, int dims) {
         throw type_error(text(tensor.name, ": ", name_of(tensor.type), " is not allowed; it must be ",
                               name_of(dtype_of<T>)));
     }
-    kvpolicy::detail::require(tensor.dims == dims, text(tensor.name, ".dim()"), tensor.dims,
-                              text(dims, " dimensions"));
+    kvpolicy::detail::require(
+        tensor.dims == dims, [&] { return text(tensor.name, ".dim()"); }, tensor.dims,
+        [&] { return text(dims, " dimensions"); });
     for (int i = 0; i < dims; ++i) {
-        kvpolicy::detail::require(tensor.shape[i] <= std::numeric_limits<std::int32_t>::max(),
-                                  text(tensor.name, ".size(", i, ")"), tensor.shape[i], "below 2^31");
+        kvpolicy::detail::require(
+            tensor.shape[i] <= std::numeric_limits<std::int32_t>::max(),
+            [&] { return text(tensor.name, ".size(", i, ")"); }, tensor.shape[i], "below 2^31");
     }
-    kvpolicy::detail::require(tensor.shape[dims - 1] <= 1 || tensor.strides[dims - 1] == 1,
-                              text(tensor.name, ".stride(-1)"), tensor.strides[dims - 1],
-                              "1: elements of the last dimension are contiguous");
+    kvpolicy::detail::require(
+        tensor.shape[dims - 1] <= 1 || tensor.strides[dims - 1] == 1,
+        [&] { return text(tensor.name, ".stride(-1)"); }, tensor.strides[dims - 1],
+        "1: elements of the last dimension are contiguous");
 }
 
 }  // namespace detail
@@ -145,8 +148,9 @@ T* array_of(const Tensor& tensor, std::int64_t count) {
         throw type_error(text(tensor.name, ": ", name_of(tensor.type), " is not allowed; it must be ",
                               name_of(dtype_of<Element>)));
     }
-    kvpolicy::detail::require(tensor.count() == count, text(tensor.name, ".numel()"), tensor.count(),
-                              text(count));
+    kvpolicy::detail::require(
+        tensor.count() == count, [&] { return text(tensor.name, ".numel()"); }, tensor.count(),
+        [&] { return text(count); });
     kvpolicy::detail::require(tensor.contiguous(), tensor.name, "a tensor with gaps", "contiguous");
     return static_cast<T*>(tensor.data);
 }

@@ -198,4 +198,4 @@ def test_refusals():
     with pytest.raises(ValueError, match="AnnealedGate.alpha"):
         kvp.build_log_bias(kvp.Policy(kvp.Window(2)), kvp.AnnealedGate(2.0), scores)
     with pytest.raises(NotImplementedError, match="meta"):
-        kvp._native.call("build_mask", torch.device("meta"))
+        kvp._native.call("build_mask", torch.empty(0, device="meta"))
