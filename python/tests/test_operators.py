@@ -1,6 +1,9 @@
 """What PyTorch asks of operators: schemas, fake tensors, autograd, torch.compile without graph breaks, and on
 a GPU streams and graphs."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -162,6 +165,62 @@ def test_threads_give_the_same_bits():
         results.append(gradients(train_step, *arguments))
     torch.set_num_threads(before)
     assert all(torch.equal(a, b) for a, b in zip(*results))
+
+
+def test_a_call_of_plain_tensors_is_short():
+    """Calls of Python functions, and of torch's, in one attend."""
+    q, k, v, _, scores = (x.detach() if isinstance(x, torch.Tensor) else x for x in inputs("cpu"))
+    mask = kvp.build_mask(kvp.KVpop(1, 3, 4), scores)
+    seen = []
+
+    def note(frame, event, argument):
+        if event in ("call", "c_call"):
+            seen.append(frame.f_code.co_name if event == "call" else argument.__name__)
+
+    kvp.attend(q, k, v, mask)
+    sys.setprofile(note)
+    try:
+        kvp.attend(q, k, v, mask)
+    finally:
+        sys.setprofile(None)
+    assert seen.count("empty") == 2, seen
+    assert len(seen) <= 24, seen
+
+
+def test_inputs_of_a_gradient_in_any_number():
+    q, k, v, scorer, scores = inputs("cpu")
+    bias = torch.randn(2, 2, S)
+    for wanted in ((q,), (k, v), (bias.requires_grad_(),)):
+        for x in (q, k, v, bias):
+            x.requires_grad_(any(x is y for y in wanted))
+        mask = kvp.Mask(None, bias)
+        out = kvp.attend(q, k, v, mask).square().sum()
+        through = torch.ops.kvpolicy.attend(q, k, v, *mask, None, None, None, 0.0, 0.0)[0].square().sum()
+        for mine, theirs in zip(torch.autograd.grad(out, wanted), torch.autograd.grad(through, wanted)):
+            torch.testing.assert_close(mine, theirs)
+    scorer.requires_grad_(False)
+    k.requires_grad_(True)
+    assert torch.autograd.grad(scorer(k, v).square().sum(), k)[0].abs().sum() > 0
+    scorer.readout.requires_grad_(True)
+    assert torch.autograd.grad(scorer(k, v).square().sum(), scorer.readout)[0].abs().sum() > 0
+
+
+_WITHOUT_A_TABLE = """
+import torch
+torch.Tensor.__dlpack_c_exchange_api__ = None
+import kvpolicy as kvp
+q, k, v = torch.randn(3, 1, 2, 40, 16)
+want = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+torch.testing.assert_close(kvp.attend(q, k, v), want)
+mask = kvp.build_mask(kvp.KVpop(1, 3, 4), torch.randn(1, 2, 40))
+torch.testing.assert_close(kvp.attend(q[..., :4, :], k[..., :4, :], v[..., :4, :]), want[..., :4, :])
+assert int((mask.expiry > 39).sum()) == 2 * 8
+"""
+
+
+def test_versions_of_torch_without_dlpack_functions():
+    """Before 2.10 tensors are read by their attributes."""
+    subprocess.run([sys.executable, "-c", _WITHOUT_A_TABLE], check=True)
 
 
 needs_gpu = pytest.mark.skipif(
