@@ -33,8 +33,11 @@
                          KVPOLICY_DETAIL_JOIN_4, KVPOLICY_DETAIL_JOIN_3, KVPOLICY_DETAIL_JOIN_2,  \
                          KVPOLICY_DETAIL_JOIN_1, unused)                                          \
     (p, __VA_ARGS__)
-// tools/gpu's build for racecheck (cuda/primitives/async.cuh) is other code, so it has other names.
-#if defined(KVPOLICY_RACECHECK)
+// tools/gpu's build for racecheck (cuda/primitives/async.cuh) and one without portable kernels
+// (cuda/hopper.cuh) are other code, so they have other names.
+#if defined(KVPOLICY_ONE_PATH)
+#define KVPOLICY_DETAIL_VERSIONED_(a, b, c) v##a##_##b##_##c##_one_path
+#elif defined(KVPOLICY_RACECHECK)
 #define KVPOLICY_DETAIL_VERSIONED_(a, b, c) v##a##_##b##_##c##_racecheck
 #else
 #define KVPOLICY_DETAIL_VERSIONED_(a, b, c) v##a##_##b##_##c

@@ -7,7 +7,9 @@
 // "a" looks the same otherwise.
 #pragma once
 
+#include <kvpolicy/core/check.hpp>
 #include <kvpolicy/core/cuda_config.cuh>
+#include <kvpolicy/cuda/check.cuh>
 #include <kvpolicy/cuda/launch.cuh>
 
 #include <cuda_runtime.h>
@@ -23,6 +25,25 @@
 namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
+
+/// Whether a portable kernel of rows of T, for which a Hopper kernel stands in on every GPU that runs sm_90a
+/// code, has its body in this pass. KVPOLICY_ONE_PATH, defined for a whole program, leaves it out of sm_90a
+/// code, which then takes about two thirds of the time to compile; options that ask for portable kernels are
+/// refused there.
+#if defined(KVPOLICY_ONE_PATH) && KVPOLICY_HOPPER_CODE
+template <class T>
+inline constexpr bool portable_code = !is_half<T>;
+#else
+template <class T>
+inline constexpr bool portable_code = true;
+#endif
+
+/// Refuses portable kernels where they were left out.
+inline void check_portable([[maybe_unused]] bool portable) {
+#if defined(KVPOLICY_ONE_PATH)
+    detail::require(!portable, "options.portable", "true", "false in a build with KVPOLICY_ONE_PATH");
+#endif
+}
 
 /// Whether the present GPU would run the sm_90a body of this kernel.
 template <class... Parameters>

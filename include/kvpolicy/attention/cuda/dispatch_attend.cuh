@@ -21,6 +21,49 @@ namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
+// What enqueues a forward kernel is a function template of its own, so that one translation unit of a program
+// can instantiate it and others declare it extern.
+
+/// Whether the GPU would run the kernel for Hopper of this tile of head_dims.
+template <class T, int Dim, bool General>
+bool forward_has_hopper_code(const device_scope& device) {
+    return has_hopper_code(device, forward_hopper_kernel<forward_hopper_sizes<T, Dim, General>>);
+}
+
+/// Enqueues the tiles of a round, by the kernel for Hopper or the portable one; `next` counts tiles.
+template <class T, int Dim, bool General>
+void launch_forward(const cuda& ctx, const device_scope& device, bool hopper, const forward_params<T>& call,
+                    const forward_boxes& boxes, std::uint32_t* next) {
+    using Hopper = forward_hopper_sizes<T, Dim, General>;
+    using Portable = forward_portable_sizes<T, Dim, General>;
+    const std::int64_t count = call.count();
+    if (hopper) {
+        const std::int64_t processors = device.attribute(cudaDevAttrMultiProcessorCount);
+        launch("forward_hopper_kernel", forward_hopper_kernel<Hopper>, std::min(count, processors),
+               Hopper::threads, forward_hopper_shared_bytes<Hopper>(), ctx, call, boxes, next);
+    } else {
+        launch("forward_portable_kernel", forward_portable_kernel<Portable>, count, Portable::threads,
+               forward_portable_shared_bytes<Portable>(), ctx, call);
+    }
+}
+
+/// Enqueues what recomputes outputs that are not finite.
+template <class T>
+void launch_forward_fix(const cuda& ctx, const forward_params<T>& call, std::int64_t queries) {
+    constexpr std::int64_t fix_blocks = 1024;
+    launch("forward_fix_nonfinite_kernel", forward_fix_nonfinite_kernel<T>,
+           std::min<std::int64_t>((queries + plain_warps - 1) / plain_warps, fix_blocks), 32 * plain_warps, 0,
+           ctx, call);
+}
+
+/// Enqueues all queries of fp32 or double.
+template <class T>
+void launch_forward_plain(const cuda& ctx, const forward_params<T>& call, std::int64_t queries) {
+    launch("forward_plain_kernel", forward_plain_kernel<T>, (queries + plain_warps - 1) / plain_warps,
+           32 * plain_warps, 0, ctx, call, static_cast<double>(call.params.scale),
+           static_cast<double>(call.params.logits_soft_cap));
+}
+
 /// A checked forward call.
 template <class T, class Dims>
 class attend_plan {
@@ -30,6 +73,7 @@ class attend_plan {
                 const AttendOptions& options)
         : ctx_(ctx), device_(ctx), sequences_(sequences), options_(options) {
         check_attend(attention, q, past, self, sequences);
+        check_portable(options.portable);
         check_aligned("q", q);
         check_key_rows(self != nullptr ? "past.k" : "keys.k", self != nullptr ? "past.v" : "keys.v", past);
         if (self != nullptr) {
@@ -122,21 +166,13 @@ class attend_plan {
                     run_rounds<decltype(dim)::value, false>();
                 }
             });
-            const std::int64_t queries = heads() * call_.params.group * call_.params.length;
-            launch("forward_fix_nonfinite_kernel", forward_fix_nonfinite_kernel<T>,
-                   std::min<std::int64_t>((queries + plain_warps - 1) / plain_warps, fix_blocks),
-                   32 * plain_warps, 0, ctx_, call_);
+            launch_forward_fix<T>(ctx_, call_, queries());
         } else {
-            const attention_params<T>& params = call_.params;
-            const std::int64_t queries = heads() * params.group * params.length;
-            launch("forward_plain_kernel", forward_plain_kernel<T>, (queries + plain_warps - 1) / plain_warps,
-                   32 * plain_warps, 0, ctx_, call_, static_cast<double>(params.scale),
-                   static_cast<double>(params.logits_soft_cap));
+            launch_forward_plain<T>(ctx_, call_, queries());
         }
     }
 
   private:
-    static constexpr std::int64_t fix_blocks = 1024;
     static constexpr std::int64_t narrow_max_rounds = 4;  // wide tiles per processor
     static constexpr double narrow_cost = 0.88;           // a narrow tile's time over a wide one's
 
@@ -147,6 +183,8 @@ class attend_plan {
     [[nodiscard]] std::int64_t heads() const {
         return std::int64_t{call_.params.batch} * call_.params.kv_heads;
     }
+
+    [[nodiscard]] std::int64_t queries() const { return heads() * call_.params.group * call_.params.length; }
 
     void set_slope() {
         constexpr float log2_e = 1.44269504088896340736f;
@@ -173,7 +211,7 @@ class attend_plan {
     void choose() {
         using Hopper = forward_hopper_sizes<T, Dim, General>;
         using Portable = forward_portable_sizes<T, Dim, General>;
-        hopper_ = !options_.portable && has_hopper_code(device_, forward_hopper_kernel<Hopper>);
+        hopper_ = !options_.portable && forward_has_hopper_code<T, Dim, General>(device_);
         const std::int32_t rows = hopper_ ? Hopper::rows : Portable::rows;
         const std::int32_t group = call_.params.group;
         call_.parts = (group + rows - 1) / rows;
@@ -276,18 +314,8 @@ class attend_plan {
 
     template <int Dim, bool General>
     void run_tiles(std::int32_t round) {
-        using Hopper = forward_hopper_sizes<T, Dim, General>;
-        using Portable = forward_portable_sizes<T, Dim, General>;
-        const std::int64_t count = call_.count();
-        if (hopper_) {
-            const std::int64_t processors = device_.attribute(cudaDevAttrMultiProcessorCount);
-            launch("forward_hopper_kernel", forward_hopper_kernel<Hopper>, std::min(count, processors),
-                   Hopper::threads, forward_hopper_shared_bytes<Hopper>(), ctx_, call_, boxes(),
-                   counters_ + round);
-        } else {
-            launch("forward_portable_kernel", forward_portable_kernel<Portable>, count, Portable::threads,
-                   forward_portable_shared_bytes<Portable>(), ctx_, call_);
-        }
+        launch_forward<T, Dim, General>(ctx_, device_, hopper_, call_, hopper_ ? boxes() : forward_boxes{},
+                                        counters_ + round);
     }
 
     const cuda& ctx_;

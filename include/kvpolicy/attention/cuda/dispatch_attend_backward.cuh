@@ -305,6 +305,7 @@ void attend_backward(const cuda& ctx, const AttentionParams& attention, input_ro
     namespace backend = cuda_backend;
     const std::int32_t tile = backend::check_backward<T, Dims>(attention, q, all, sequences);
     checks::check_backward_shapes(q, all, saved, grads);
+    backend::check_portable(options.portable);
     backend::check_aligned("out", saved.out);
     backend::check_aligned("d_out", saved.d_out);
     backend::check_aligned("d_q", grads.d_q);

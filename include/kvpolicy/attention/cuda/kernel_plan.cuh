@@ -133,8 +133,9 @@ inline attention_plan plan_round(const attention_plan& whole, std::int64_t heads
 }
 
 /// Enqueues the plan of a round.
-inline void launch_plan(const cuda& ctx, const key_frames& frames, const attention_plan& round,
-                        std::int32_t batch, std::int32_t kv_heads) {
+template <class Frames>
+void launch_plan(const cuda& ctx, const Frames& frames, const attention_plan& round, std::int32_t batch,
+                 std::int32_t kv_heads) {
     const std::int32_t heads = batch * kv_heads;
     const bool plain = plain_frame::fits(frames) && round.bias == nullptr;
     const device_scope device(ctx);
@@ -143,11 +144,11 @@ inline void launch_plan(const cuda& ctx, const key_frames& frames, const attenti
                           static_cast<std::size_t>(device.attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin));
     const auto go = [&](auto warps) {
         constexpr int Warps = decltype(warps)::value;
-        launch("attention_plan_kernel",
-               plain ? attention_plan_kernel<true, Warps, key_frames>
-                     : attention_plan_kernel<false, Warps, key_frames>,
-               std::int64_t{heads} * round.supers, 32 * Warps, plan_shared_bytes(round, Warps), ctx, frames,
-               round, kv_heads, heads);
+        launch(
+            "attention_plan_kernel",
+            plain ? attention_plan_kernel<true, Warps, Frames> : attention_plan_kernel<false, Warps, Frames>,
+            std::int64_t{heads} * round.supers, 32 * Warps, plan_shared_bytes(round, Warps), ctx, frames,
+            round, kv_heads, heads);
     };
     if (many) {
         go(std::integral_constant<int, plan_max_warps>{});

@@ -6,6 +6,7 @@
 #include <kvpolicy/attention/cuda/backward/backward_params.cuh>
 #include <kvpolicy/attention/cuda/backward/kernel_backward_prepare.cuh>
 #include <kvpolicy/core/cuda_config.cuh>
+#include <kvpolicy/cuda/hopper.cuh>
 #include <kvpolicy/cuda/launch.cuh>
 
 #include <cstdint>
@@ -29,6 +30,9 @@ template <class T, int Dim, bool Bias, bool Softcap>
 __global__ void __launch_bounds__(portable_sizes<Dim>::threads, portable_sizes<Dim>::blocks)
     backward_portable_kernel(const backward_params<T> p, const std::int32_t begin, const std::int32_t end,
                              const std::int32_t counter) {
+    if constexpr (!portable_code<T>) {
+        return;
+    }
     using S = portable_sizes<Dim>;
     using tile_type = agent_backward_tile<T, Dim, Bias, Softcap>;
     auto& memory = *reinterpret_cast<portable_memory<Dim>*>(
@@ -117,6 +121,9 @@ __global__ void __launch_bounds__(portable_sizes<Dim>::threads, portable_sizes<D
 template <class T, int Dim, bool Bias, bool Softcap>
 __global__ void __launch_bounds__(portable_sizes<Dim>::threads, portable_sizes<Dim>::blocks)
     backward_queries_kernel(const backward_params<T> p) {
+    if constexpr (!portable_code<T> && Dim <= 128) {
+        return;
+    }
     using S = portable_sizes<Dim>;
     using tile_type = agent_backward_tile<T, Dim, Bias, Softcap>;
     auto& memory = *reinterpret_cast<portable_memory<Dim>*>(

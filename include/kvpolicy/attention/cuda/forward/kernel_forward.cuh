@@ -26,8 +26,10 @@ namespace cuda_backend {
 /// (agent_forward_portable.cuh).
 template <class S>
 __global__ void __launch_bounds__(S::threads)
-    forward_portable_kernel(const __grid_constant__ forward_params<typename S::T> call) {
-    agent_forward_portable<S>(call, dynamic_shared()).run(blockIdx.x);
+    forward_portable_kernel([[maybe_unused]] const __grid_constant__ forward_params<typename S::T> call) {
+    if constexpr (portable_code<typename S::T>) {
+        agent_forward_portable<S>(call, dynamic_shared()).run(blockIdx.x);
+    }
 }
 
 /// forward_portable_kernel by wgmma and TMA (compute capability 9.0a). Blocks stay and take one query

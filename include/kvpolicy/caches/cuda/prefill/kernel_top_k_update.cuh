@@ -44,6 +44,14 @@ __global__ void __launch_bounds__(Threads)
     update.write_counts(static_cast<std::int64_t>(blockIdx.x));
 }
 
+/// Enqueues it for `heads` pairs: a function template, so that one translation unit of a program can
+/// instantiate it for all.
+template <int Threads, int Items>
+void launch_top_k_update(const cuda& ctx, std::int64_t heads, const top_k_update_params& params) {
+    launch("top_k_update_kernel", top_k_update_kernel<Threads, Items>, heads, Threads,
+           sizeof(typename agent_top_k_update<Threads, Items>::shared), ctx, params);
+}
+
 }  // namespace cuda_backend
 }  // namespace KVPOLICY_HIDDEN
 }  // namespace kvpolicy

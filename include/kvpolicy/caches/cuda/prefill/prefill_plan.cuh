@@ -323,17 +323,12 @@ class prefill_plan {
 
     /// The top-k updates: heads with static priorities, then those whose keys rank by the query.
     void update_top_k() {
-        const auto with = [this]<int Threads, int Items>(std::integral_constant<int, Threads>,
-                                                         std::integral_constant<int, Items>) {
-            launch("top_k_update_kernel", top_k_update_kernel<Threads, Items>, heads(), Threads,
-                   sizeof(typename agent_top_k_update<Threads, Items>::shared), ctx_, call_.top_k);
-        };
         if (sorted_keys_ == 2 * few_tokens) {
-            with(std::integral_constant<int, 2 * few_tokens>{}, std::integral_constant<int, 1>{});
+            launch_top_k_update<2 * few_tokens, 1>(ctx_, heads(), call_.top_k);
         } else if (sorted_keys_ == 4096) {
-            with(std::integral_constant<int, 1024>{}, std::integral_constant<int, 4>{});
+            launch_top_k_update<1024, 4>(ctx_, heads(), call_.top_k);
         } else {
-            with(std::integral_constant<int, 1024>{}, std::integral_constant<int, 16>{});
+            launch_top_k_update<1024, 16>(ctx_, heads(), call_.top_k);
         }
         if constexpr (P::ranks_by_query) {
             launch("decayed_update_kernel", decayed_update_kernel<top_k_update_params>, heads(),

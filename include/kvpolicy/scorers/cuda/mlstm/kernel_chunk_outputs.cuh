@@ -6,6 +6,7 @@
 #pragma once
 
 #include <kvpolicy/core/cuda_config.cuh>
+#include <kvpolicy/cuda/hopper.cuh>
 #include <kvpolicy/cuda/launch.cuh>
 #include <kvpolicy/scorers/cuda/mlstm/mlstm_params.cuh>
 
@@ -374,6 +375,9 @@ __device__ inline void score_outputs(const mlstm_params<T>& params, const Memory
 template <class T, int F, int V>
 __global__ void __launch_bounds__(mlstm_threads, mlstm_blocks<T>)
     mlstm_chunk_outputs_kernel(const mlstm_params<T> params) {
+    if constexpr (!portable_code<T>) {
+        return;
+    }
     using E = mlstm_element<T>;
     const scorer_streams& streams = params.streams;
     const scorer_span s = streams.span_of_block();

@@ -9,6 +9,7 @@
 // h_l) cancels where it should.
 #pragma once
 
+#include <kvpolicy/cuda/hopper.cuh>
 #include <kvpolicy/scorers/cuda/mlstm/agent_chunk_outputs_backward.cuh>
 
 #include <cstdint>
@@ -33,6 +34,9 @@ namespace cuda_backend {
 template <class T, int F, int V, bool Small>
 __global__ void __launch_bounds__(mlstm_threads, mlstm_blocks<T>)
     mlstm_chunk_outputs_backward_kernel(const mlstm_params<T> params) {
+    if constexpr (!portable_code<T>) {
+        return;
+    }
     const scorer_streams& streams = params.streams;
     const scorer_span s = streams.span_of_block();
     const std::int32_t skipped = params.first_output(s);

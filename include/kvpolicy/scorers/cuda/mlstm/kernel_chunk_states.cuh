@@ -30,8 +30,10 @@ namespace cuda_backend {
 /// 7. Partial sums, or the caller's state.
 template <class T, int F, int V, int FS, int VS, bool Backward, bool SegmentStates>
 __global__ void __launch_bounds__(mlstm_chunk_states_threads<false>)
-    mlstm_chunk_states_kernel(const mlstm_params<T> params) {
-    chunk_states_agent<T, F, V, FS, VS, Backward, SegmentStates, false>(params).run();
+    mlstm_chunk_states_kernel([[maybe_unused]] const mlstm_params<T> params) {
+    if constexpr (portable_code<T>) {
+        chunk_states_agent<T, F, V, FS, VS, Backward, SegmentStates, false>(params).run();
+    }
 }
 
 /// chunk_states on Hopper, backward: the state after each chunk, for parts of 64 features and 64 values, by

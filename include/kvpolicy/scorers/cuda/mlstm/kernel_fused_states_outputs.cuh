@@ -9,6 +9,7 @@
 #pragma once
 
 #include <kvpolicy/core/cuda_config.cuh>
+#include <kvpolicy/cuda/hopper.cuh>
 #include <kvpolicy/cuda/launch.cuh>
 #include <kvpolicy/scorers/cuda/mlstm/agent_mlstm_state.cuh>
 #include <kvpolicy/scorers/cuda/mlstm/kernel_chunk_outputs.cuh>
@@ -301,9 +302,11 @@ struct fused_states_outputs_agent {
 /// 7. The caller's state.
 template <class T, int F, int V>
 __global__ void __launch_bounds__(mlstm_fused_threads)
-    mlstm_fused_states_outputs_kernel(const mlstm_params<T> params) {
-    mlstm_fused_memory<mlstm_element<T>, F, V> memory(aligned_dynamic_shared());
-    fused_states_outputs_agent<T, F, V>(params, memory).run();
+    mlstm_fused_states_outputs_kernel([[maybe_unused]] const mlstm_params<T> params) {
+    if constexpr (portable_code<T>) {
+        mlstm_fused_memory<mlstm_element<T>, F, V> memory(aligned_dynamic_shared());
+        fused_states_outputs_agent<T, F, V>(params, memory).run();
+    }
 }
 
 }  // namespace cuda_backend

@@ -3,6 +3,7 @@
 // is the body of a block.
 #pragma once
 
+#include <kvpolicy/cuda/hopper.cuh>
 #include <kvpolicy/scorers/cuda/mlstm/agent_token_gradients.cuh>
 
 namespace kvpolicy {
@@ -26,6 +27,9 @@ namespace cuda_backend {
 template <class T, int F, int V, bool Small>
 __global__ void __launch_bounds__(mlstm_threads, mlstm_blocks<T>)
     mlstm_token_gradients_kernel(const mlstm_params<T> params) {
+    if constexpr (!portable_code<T>) {
+        return;
+    }
     const scorer_span s = params.streams.span_of_block();
     if (s.count == 0) {
         if (threadIdx.x < 2) {
