@@ -6,6 +6,13 @@
 #endif
 
 #include "operators.hpp"
+#include "shared_kernels.hpp"
+
+#if defined(KVPOLICY_PYTHON_CUDA)
+namespace kvpolicy {
+KVPOLICY_PYTHON_PLAN_KERNELS(extern template)
+}  // namespace kvpolicy
+#endif
 
 namespace kvpolicy::python {
 
@@ -65,3 +72,9 @@ std::size_t attend_backward(const Context& ctx, const AttendArgs& args, const wo
 KVPOLICY_PYTHON_FOR_ROWS(KVPOLICY_PYTHON_INSTANCE)
 
 }  // namespace kvpolicy::python
+
+#if defined(KVPOLICY_PYTHON_CUDA)
+namespace kvpolicy {
+KVPOLICY_PYTHON_FORWARD_KERNELS(template, KVPOLICY_PYTHON_TYPE)
+}  // namespace kvpolicy
+#endif

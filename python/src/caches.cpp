@@ -4,12 +4,28 @@
 #include <kvpolicy/scorers/mlstm.hpp>
 #include <kvpolicy/scorers/observed.hpp>
 #if defined(KVPOLICY_PYTHON_CUDA)
-#include <kvpolicy/cuda.cuh>
+#include <kvpolicy/caches/cuda/contiguous/dispatch_contiguous.cuh>
+#include <kvpolicy/caches/cuda/decode/dispatch_decode.cuh>
+#include <kvpolicy/caches/cuda/paged/dispatch_paged.cuh>
+#include <kvpolicy/caches/cuda/prefill/dispatch_prefill.cuh>
+#include <kvpolicy/scorers/cuda/mlstm/device_mlstm.cuh>
 #endif
 
 #include "caches.hpp"
+#include "shared_kernels.hpp"
 
 #include <type_traits>
+
+#if defined(KVPOLICY_PYTHON_CUDA)
+namespace kvpolicy {
+KVPOLICY_PYTHON_PLAN_KERNELS(extern template)
+KVPOLICY_PYTHON_TOP_K_KERNELS(extern template)
+KVPOLICY_PYTHON_FORWARD_KERNELS(extern template, KVPOLICY_PYTHON_TYPE)
+KVPOLICY_PYTHON_PAIR_KERNELS(extern template, KVPOLICY_PYTHON_TYPE)
+KVPOLICY_PYTHON_MASS_KERNELS(extern template, KVPOLICY_PYTHON_TYPE)
+KVPOLICY_PYTHON_CHUNK_KERNELS(extern template, KVPOLICY_PYTHON_TYPE)
+}  // namespace kvpolicy
+#endif
 
 namespace kvpolicy::python {
 

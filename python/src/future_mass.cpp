@@ -5,6 +5,7 @@
 #endif
 
 #include "operators.hpp"
+#include "shared_kernels.hpp"
 
 namespace kvpolicy::python {
 
@@ -44,3 +45,9 @@ std::size_t future_mass(const Context& ctx, const FutureMassArgs& args, const wo
 KVPOLICY_PYTHON_FOR_ROWS(KVPOLICY_PYTHON_INSTANCE)
 
 }  // namespace kvpolicy::python
+
+#if defined(KVPOLICY_PYTHON_CUDA)
+namespace kvpolicy {
+KVPOLICY_PYTHON_PAIR_KERNELS(template, KVPOLICY_PYTHON_TYPE)
+}  // namespace kvpolicy
+#endif

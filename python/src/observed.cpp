@@ -8,6 +8,13 @@
 #endif
 
 #include "observed.hpp"
+#include "shared_kernels.hpp"
+
+#if defined(KVPOLICY_PYTHON_CUDA)
+namespace kvpolicy {
+KVPOLICY_PYTHON_PAIR_KERNELS(extern template, KVPOLICY_PYTHON_TYPE)
+}  // namespace kvpolicy
+#endif
 
 namespace kvpolicy::python {
 
@@ -72,3 +79,9 @@ std::size_t observed_mask(const Context& ctx, const ObservedMaskArgs& args, cons
 KVPOLICY_PYTHON_FOR_ROWS(KVPOLICY_PYTHON_INSTANCE)
 
 }  // namespace kvpolicy::python
+
+#if defined(KVPOLICY_PYTHON_CUDA)
+namespace kvpolicy {
+KVPOLICY_PYTHON_MASS_KERNELS(template, KVPOLICY_PYTHON_TYPE)
+}  // namespace kvpolicy
+#endif

@@ -7,6 +7,7 @@
 #endif
 
 #include "operators.hpp"
+#include "shared_kernels.hpp"
 
 namespace kvpolicy::python {
 
@@ -109,3 +110,9 @@ std::size_t score_backward(const Context& ctx, const ScoreArgs& args, const work
 KVPOLICY_PYTHON_FOR_ROWS(KVPOLICY_PYTHON_INSTANCE)
 
 }  // namespace kvpolicy::python
+
+#if defined(KVPOLICY_PYTHON_CUDA)
+namespace kvpolicy {
+KVPOLICY_PYTHON_CHUNK_KERNELS(template, KVPOLICY_PYTHON_TYPE)
+}  // namespace kvpolicy
+#endif
