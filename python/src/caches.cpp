@@ -33,51 +33,6 @@ namespace {
 
 // ---- policies ---------------------------------------------------------------------------------------------
 
-/// The gates of instances.hpp, chosen at run time. `all` is open for every score that is a number.
-struct AnyGate {
-    enum class rule : std::uint8_t { all, at_least, above, evict };
-    static constexpr part_kind kind = part_kind::gate;
-    PerHead<float> threshold;
-    rule comparison = rule::all;
-
-    KVPOLICY_HOST_DEVICE constexpr void write(HeadParams& head_params, std::int32_t layer,
-                                              std::int32_t head) const {
-        head_params.threshold = threshold.at(layer, head);
-    }
-    void check_values(std::int32_t layers, std::int32_t heads) const {
-        threshold.check("array of thresholds", layers, heads);
-    }
-    KVPOLICY_HOST_DEVICE constexpr bool open(float score, const HeadParams& head_params) const {
-        switch (comparison) {
-            case rule::at_least:
-                return score >= head_params.threshold;
-            case rule::above:
-                return score > head_params.threshold;
-            case rule::evict:
-                return score <= head_params.threshold;
-            default:
-                return true;
-        }
-    }
-};
-static_assert(Gate<AnyGate>);
-
-AnyGate::rule rule_of(const std::string& instance) {
-    using rule = AnyGate::rule;
-    if (instance == "gate_at_least") {
-        return rule::at_least;
-    }
-    if (instance == "gate_above") {
-        return rule::above;
-    }
-    if (instance == "gate_evict") {
-        return rule::evict;
-    }
-    kvpolicy::detail::require(instance == "window" || instance == "top_k", "policy", instance,
-                              "window, top_k, gate_at_least, gate_above or gate_evict");
-    return rule::all;
-}
-
 /// The masses of scorers/observed.hpp, chosen at run time; whether decoded tokens evict is part of the type.
 template <bool Evicts>
 struct AnyMass {
@@ -91,7 +46,7 @@ struct AnyMass {
 };
 static_assert(Scorer<AnyMass<true>> && Scorer<AnyMass<false>>);
 
-using GivenPolicy = Policy<Sink<>, Window<>, AnyGate, TopKBudget<>, Decay<1>>;
+using GivenPolicy = GatedPolicy;
 using mLSTMPolicy = Policy<Sink<>, Window<>, AnyGate, TopKBudget<>, Decay<1>, mLSTMScorer<>>;
 template <bool Evicts>
 using MassPolicy = Policy<Sink<>, Window<>, TopKBudget<>, AnyMass<Evicts>>;

@@ -7,15 +7,13 @@
 //     rows (scorers)    | bf16, fp16, fp32, fp64  | bf16, fp16, fp32
 //     rows (distill)    | fp32, fp64              | bf16, fp16, fp32
 //     scores in losses  | fp32, fp64              | fp32
-//     policies          | the five below, and     | the same
+//     policies          | the three below, and    | the same
 //                       | those of observed.cpp   |
 #pragma once
 
 #include <kvpolicy/policies/compose.hpp>
 #include <kvpolicy/policies/decay.hpp>
-#include <kvpolicy/policies/eviction_gate.hpp>
 #include <kvpolicy/policies/sink.hpp>
-#include <kvpolicy/policies/threshold_gate.hpp>
 #include <kvpolicy/policies/topk_budget.hpp>
 #include <kvpolicy/policies/window.hpp>
 
@@ -60,8 +58,9 @@ using score_types = std::conditional_t<on_cuda, types<float>, types<float, doubl
 using distill_types = std::conditional_t<on_cuda, scorer_types, score_types>;
 
 // Calls a macro with each type of rows or of scores that a source is compiled for. CMake sets
-// KVPOLICY_PYTHON_TYPE where a source is compiled once per type.
-#if defined(KVPOLICY_PYTHON_TYPE)
+// KVPOLICY_PYTHON_TYPE where a source is compiled once per type, and for the smallest of CUDA the list.
+#if defined(KVPOLICY_PYTHON_FOR_ROWS)
+#elif defined(KVPOLICY_PYTHON_TYPE)
 #define KVPOLICY_PYTHON_FOR_ROWS(instance) instance(KVPOLICY_PYTHON_TYPE)
 #else
 #define KVPOLICY_PYTHON_FOR_ROWS(instance) instance(bf16) instance(fp16) instance(float) instance(double)
@@ -102,10 +101,54 @@ PerHead<T> per_head_of(const std::vector<T>& values) {
     return per_head(values.data(), 1, static_cast<std::int32_t>(values.size()));
 }
 
+/// The gates, chosen at run time. `all` is open for every score that is a number.
+struct AnyGate {
+    enum class rule : std::uint8_t { all, at_least, above, evict };
+    static constexpr part_kind kind = part_kind::gate;
+    PerHead<float> threshold;
+    rule comparison = rule::all;
+
+    KVPOLICY_HOST_DEVICE constexpr void write(HeadParams& head_params, std::int32_t layer,
+                                              std::int32_t head) const {
+        head_params.threshold = threshold.at(layer, head);
+    }
+    void check_values(std::int32_t layers, std::int32_t heads) const {
+        threshold.check("array of thresholds", layers, heads);
+    }
+    KVPOLICY_HOST_DEVICE constexpr bool open(float score, const HeadParams& head_params) const {
+        switch (comparison) {
+            case rule::at_least:
+                return score >= head_params.threshold;
+            case rule::above:
+                return score > head_params.threshold;
+            case rule::evict:
+                return score <= head_params.threshold;
+            default:
+                return true;
+        }
+    }
+};
+static_assert(Gate<AnyGate>);
+
+inline AnyGate::rule rule_of(const std::string& instance) {
+    using rule = AnyGate::rule;
+    if (instance == "gate_at_least") {
+        return rule::at_least;
+    }
+    if (instance == "gate_above") {
+        return rule::above;
+    }
+    if (instance == "gate_evict") {
+        return rule::evict;
+    }
+    kvpolicy::detail::require(instance == "window" || instance == "top_k", "policy", instance,
+                              "window, top_k, gate_at_least, gate_above or gate_evict");
+    return rule::all;
+}
+
 using WindowPolicy = Policy<Sink<>, Window<>>;
 using TopKPolicy = Policy<Sink<>, Window<>, TopKBudget<>, Decay<1>>;
-template <class G>
-using GatedPolicy = Policy<Sink<>, Window<>, G, TopKBudget<>, Decay<1>>;
+using GatedPolicy = Policy<Sink<>, Window<>, AnyGate, TopKBudget<>, Decay<1>>;
 
 inline WindowPolicy window_policy(const PolicyNumbers& numbers) {
     return WindowPolicy{Sink<>{per_head_of(numbers.sinks)}, Window<>{per_head_of(numbers.windows)}};
@@ -114,11 +157,10 @@ inline TopKPolicy top_k_policy(const PolicyNumbers& numbers) {
     return TopKPolicy{Sink<>{per_head_of(numbers.sinks)}, Window<>{per_head_of(numbers.windows)},
                       TopKBudget<>{per_head_of(numbers.budgets)}, Decay<1>{per_head_of(numbers.log_gammas)}};
 }
-template <class G>
-GatedPolicy<G> gated_policy(const PolicyNumbers& numbers) {
-    return GatedPolicy<G>{Sink<>{per_head_of(numbers.sinks)}, Window<>{per_head_of(numbers.windows)},
-                          G{per_head_of(numbers.thresholds)}, TopKBudget<>{per_head_of(numbers.budgets)},
-                          Decay<1>{per_head_of(numbers.log_gammas)}};
+inline GatedPolicy gated_policy(const PolicyNumbers& numbers) {
+    return GatedPolicy{Sink<>{per_head_of(numbers.sinks)}, Window<>{per_head_of(numbers.windows)},
+                       AnyGate{per_head_of(numbers.thresholds), rule_of(numbers.instance)},
+                       TopKBudget<>{per_head_of(numbers.budgets)}, Decay<1>{per_head_of(numbers.log_gammas)}};
 }
 
 /// Calls visit(policy) with the instance of that name; an unlimited budget stands for none.
@@ -131,16 +173,7 @@ std::size_t with_policy(const PolicyNumbers& numbers, Visit&& visit) {
     if (name == "top_k") {
         return visit(top_k_policy(numbers));
     }
-    if (name == "gate_at_least") {
-        return visit(gated_policy<ThresholdGate<at_least>>(numbers));
-    }
-    if (name == "gate_above") {
-        return visit(gated_policy<ThresholdGate<above>>(numbers));
-    }
-    if (name == "gate_evict") {
-        return visit(gated_policy<EvictionGate>(numbers));
-    }
-    kvpolicy::detail::refuse("policy", name, "window, top_k, gate_at_least, gate_above or gate_evict");
+    return visit(gated_policy(numbers));
 }
 
 }  // namespace kvpolicy::python
