@@ -133,6 +133,11 @@ class _Group:
         self.call("add_slab", slab)
         self.slabs.append(slab)
 
+    def count_advance(self):
+        """After advance(): the tokens that were taken no longer count as reserved."""
+        self.reserved, self.longest = max(0, self.reserved - self.taken), self.longest + self.taken
+        self.taken = 0
+
     def status(self, count):
         """Words for a call that may find no page; None where none can."""
         return torch.zeros(count, dtype=torch.int32, device=self.device) if self.pooled else None
@@ -214,8 +219,9 @@ class Cache:
             raise ValueError(f"max_length: {max_length} is not allowed; it must be 1 or more")
         if self.device.type == "cuda" and self.device.index is None:
             self.device = torch.device("cuda", torch.cuda.current_device())
-        self._workspace = torch.empty(0, dtype=torch.uint8, device=self.device)
-        self._sizes = {}
+        # Of steps and of other calls: a captured step keeps its own.
+        self._workspaces = [torch.empty(0, dtype=torch.uint8, device=self.device) for _ in range(2)]
+        self._sizes, self._zeros = {}, torch.empty(0)
         self._separate = separate_layers
         self._called = {}  # tokens by layer since advance(), at most; None: not known
         self._drafted = {}  # draft tokens by layer
@@ -324,7 +330,7 @@ class Cache:
             group.taken = max(group.taken, tokens)
         while True:
             batch = (count, _NOT_SET if q_len is not None else tokens, seq_ids, q_len)
-            workspace = self._workspace_for(group, count, tokens)
+            workspace = self._workspace_for(group, count, tokens if name == "step" else max(2, tokens))
             group.call(call, index, (q, k, v, out), batch, (scores, lse, None, status), *single, workspace)
             if status is None or not status.any():
                 break
@@ -428,7 +434,11 @@ class Cache:
                 raise ValueError(
                     "scores: None is not allowed; a policy that ranks keys needs a scorer or scores"
                 )
-            return torch.zeros(k.shape[:3], device=self.device)
+            if k.shape[2] != 1:
+                return torch.zeros(k.shape[:3], device=self.device)
+            if self._zeros.shape != k.shape[:3]:
+                self._zeros = torch.zeros(k.shape[:3], device=self.device)
+            return self._zeros
         scores = _native.rows(scores.detach().float())
         if self.device.type == "cpu" and q_len is not None and len(q_len) == len(scores):
             beyond = torch.arange(scores.shape[-1]) >= q_len.view(-1, 1, 1)
@@ -438,13 +448,15 @@ class Cache:
         return scores
 
     def _workspace_for(self, group, count, tokens):
-        key = (id(group), count, tokens, torch.get_num_threads())
-        if key not in self._sizes or group.slabs:
-            self._sizes[key] = group.call("workspace_bytes", count, tokens)
-        size = self._sizes[key]
-        if self._workspace.numel() < size:
-            self._workspace = torch.empty(size, dtype=torch.uint8, device=self.device)
-        return self._workspace
+        """1 token stands for step and attend, which need less than a chunk of one."""
+        key = (id(group), len(group.slabs), count, tokens, torch.get_num_threads())
+        size = self._sizes.get(key)
+        if size is None:
+            size = self._sizes[key] = group.call("workspace_bytes", count, tokens)
+        at = int(tokens > 1)
+        if self._workspaces[at].numel() < size:
+            self._workspaces[at] = torch.empty(size, dtype=torch.uint8, device=self.device)
+        return self._workspaces[at]
 
     def _reserve(self, group, tokens):
         """On CUDA a step does not wait to see whether it found pages: 64 tokens have theirs beforehand. The
@@ -459,6 +471,38 @@ class Cache:
         while group.call("reserve", (_NOT_SET, _RESERVED, None, None)) > 0:
             group.add_slab()
         group.reserved = _RESERVED
+
+    # ---- captured steps ------------------------------------------------------------------------------------
+
+    def reserve_step(self):
+        """Before a step of all sequences is captured, or runs again from a CUDA graph: its pages, for which
+        this may wait, and its workspace. False where the step would have to look at its status."""
+        for group in self._groups:
+            self._reserve(group, 1)
+            if group.pooled and group.reserved < 1:
+                return False
+            self._workspace_for(group, self.sequences, 1)
+        return True
+
+    def step_memory(self):
+        """What a captured step reads beside the cache: while the same, the graph is good."""
+        return self._workspaces[0], self._zeros
+
+    def count_step(self):
+        """After a graph of a step and its advance() has run: what those count."""
+        for group in self._groups:
+            group.taken = max(group.taken, 1)
+            group.count_advance()
+
+    def marks(self):
+        """What calls count here; rewind(marks) takes back the calls of a capture, which run nothing."""
+        counts = [(group.reserved, group.taken, group.longest) for group in self._groups]
+        return counts, self._called and dict(self._called)
+
+    def rewind(self, marks):
+        for group, counts in zip(self._groups, marks[0]):
+            group.reserved, group.taken, group.longest = counts
+        self._called = marks[1]
 
     # ---- calls on sequences --------------------------------------------------------------------------------
 
@@ -479,8 +523,7 @@ class Cache:
             )
         for group in self._groups if layer is None else [self._layer(layer)[0]]:
             group.call("advance", (_NOT_SET, _NOT_SET, None, None), None)
-            group.reserved, group.longest = max(0, group.reserved - group.taken), group.longest + group.taken
-            group.taken = 0
+            group.count_advance()
 
     def clear(self, sequence):
         """Empties a sequence."""
