@@ -6,6 +6,7 @@ plain PyTorch where a layer has a soft cap or learned sinks.
 """
 
 import functools
+import weakref
 
 import torch
 
@@ -21,6 +22,8 @@ try:
     from transformers.masking_utils import sdpa_mask
 except ImportError as error:
     raise ImportError("kvpolicy.transformers needs transformers: pip install transformers") from error
+
+from kvpolicy import decode_graph
 
 NAME = "kvpolicy"
 _SOFT_CAP = "softcap"  # transformers' argument
@@ -38,7 +41,7 @@ class _Layer(CacheLayerMixin):
 
     def __init__(self, cache):
         super().__init__()
-        self._cache = cache
+        self._cache = weakref.proxy(cache)  # a cycle would keep the memory of a dropped cache
 
     @property
     def is_croppable(self):
@@ -75,6 +78,8 @@ class KVPolicyCache(_TransformersCache):
     max_draft_tokens  the most tokens that assisted decoding may take back, crop(); spare entries per head
     max_length        the most tokens of a sequence with full layers, gates without a budget or SnapKV;
                       default: what the model takes
+    cuda_graph        whether decode steps on CUDA run as one graph, which the second step captures, where the
+                      model is given and the step allows it (kvpolicy.decode_graph has the rules)
 
     Positions are logical: get_seq_length() is the number of tokens seen, padding included. The first tokens
     set the batch, dtype and device. Left-padded batches, chunks of a prompt, beams (reorder_cache) and
@@ -83,7 +88,9 @@ class KVPolicyCache(_TransformersCache):
     NotImplementedError with one sentence.
     """
 
-    def __init__(self, model, policy, *, full_layers=(), max_draft_tokens=64, max_length=None):
+    def __init__(
+        self, model, policy, *, full_layers=(), max_draft_tokens=64, max_length=None, cuda_graph=True
+    ):
         config = getattr(model, "config", model)
         config = config.get_text_config(decoder=True)
         self.windows = _windows_of(config)
@@ -91,6 +98,8 @@ class KVPolicyCache(_TransformersCache):
         self.max_draft_tokens = max_draft_tokens
         self.max_length = max_length or getattr(config, "max_position_embeddings", None) or 32768
         config._attn_implementation = NAME
+        served = cuda_graph and isinstance(model, torch.nn.Module) and decode_graph.serve(model)
+        self.decode_graph = decode_graph.DecodeGraph() if served else None
         self.cache = None  # the kvpolicy.Cache, from the first tokens on
         self._make, self._numbers = None, None
         self._recording, self._seen, self._drafts, self._next = False, 0, 0, 0
@@ -141,7 +150,8 @@ class KVPolicyCache(_TransformersCache):
 
     @property
     def is_croppable(self):
-        return not any(map(observes, self.policies))
+        """Whether crop() can take tokens back: of a cache that has recorded from its first token on."""
+        return (self._recording or not self._seen) and not any(map(observes, self.policies))
 
     @property
     def is_initialized(self):
@@ -229,11 +239,43 @@ class KVPolicyCache(_TransformersCache):
                 self.cache.advance(layer)
         return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
+    # ---- decode steps as a CUDA graph (kvpolicy.decode_graph) ----------------------------------------------
+
+    @property
+    def device(self):
+        return self.cache.device
+
+    def takes_steps(self, batch, device):
+        """Whether a forward of one token per sequence is a step alone: no draft, no prompt's first token."""
+        return (
+            self.cache is not None
+            and (self.cache.sequences, self.cache.device) == (batch, device)
+            and not (self._recording or self._next)
+        )
+
+    def reserve_step(self):
+        return self.cache.reserve_step()
+
+    def step_memory(self):
+        return self.cache, *self.cache.step_memory()
+
+    def count_step(self):
+        self.cache.count_step()
+        self._seen += 1
+
+    def marks(self):
+        return self._seen, self.cache.marks()
+
+    def rewind(self, marks):
+        self._seen, inner = marks
+        self._next = 0
+        self.cache.rewind(inner)
+
     # ---- assisted decoding ---------------------------------------------------------------------------------
 
     def activate_past_recording(self):
         """From here on the last tokens of each forward are drafts, until crop() says how many stay."""
-        if not self.is_croppable:
+        if any(map(observes, self.policies)):
             raise NotImplementedError(
                 "policy: one that ranks keys by received attention is not allowed in assisted decoding; each "
                 "query changes its ranks"
@@ -370,9 +412,9 @@ def _with_padding(call, layer, rows, mask, sinks):
     padding. Learned sinks add exp(s) to each softmax's sum: o sigmoid(LSE - s)."""
     options = {}
     if mask is not None:
-        options["q_len"] = mask.sum(-1, dtype=torch.int32)
-        if mask.shape[1] > 1:
-            order = torch.sort(mask.to(torch.int8), dim=1, descending=True, stable=True).indices
+        lengths, order = _lengths_and_order(mask)
+        options["q_len"] = lengths
+        if order is not None:
             at = order[:, None, :, None]
             rows = [torch.gather(x, 2, at.expand(-1, x.shape[1], -1, x.shape[3])) for x in rows]
     out = call(layer, *rows, return_lse=sinks is not None, **options)
@@ -381,9 +423,21 @@ def _with_padding(call, layer, rows, mask, sinks):
         share = torch.sigmoid(lse - sinks.detach().float()[None, :, None])
         out = (out * share[..., None]).to(out.dtype)
     out = out.transpose(1, 2)
-    if mask is not None and mask.shape[1] > 1:
+    if mask is not None and order is not None:
         out = torch.zeros_like(out).scatter(1, order[:, :, None, None].expand_as(out), out)
     return out.contiguous()
+
+
+def _lengths_and_order(mask):
+    """Tokens that are no padding by sequence, [B] int32, and the order [B, T] that has them first, None for
+    one token. Both stay with the mask, which all layers share."""
+    found = getattr(mask, "_kvpolicy_order", None)
+    if found is None:
+        lengths, order = mask.sum(-1, dtype=torch.int32), None
+        if mask.shape[1] > 1:
+            order = torch.sort(mask.to(torch.int8), dim=1, descending=True, stable=True).indices
+        found = mask._kvpolicy_order = lengths, order
+    return found
 
 
 class _WithoutGradient(torch.autograd.Function):
@@ -480,7 +534,9 @@ def mask(**arguments):
             f"all {int(length)}"
         )
     padding = padding[:, padding.shape[1] - tokens :].bool()
-    return None if padding.device.type == "cpu" and padding.all() else padding
+    # On CUDA a look at the mask waits for the GPU: a chunk of a prompt is worth it, a step is not.
+    looks = padding.device.type == "cpu" or (tokens > 1 and not torch.cuda.is_current_stream_capturing())
+    return None if looks and padding.all() else padding
 
 
 AttentionInterface.register(NAME, attention)

@@ -1,0 +1,214 @@
+"""Decode steps of a model of transformers as one CUDA graph, for KVPolicyCache.
+
+A step of one token through Python launches about 20 kernels per layer, which takes longer than they run. The
+graph is captured from the model's own forward, at its second step, and serves all later steps: entries,
+lengths and policies are in device memory, and the library's grids depend on capacities alone.
+
+Why no torch.compile: generate() compiles the forward for a cache that says is_compileable. Dynamo would then
+trace KVPolicyCache, whose lengths and order of layers are numbers of Python, recompile where they change, and
+take a minute per model and batch; the hooks differ between transformers 4.57 and 5. The forward of a model is
+the same contract in all of them, and in a loop of one's own. So the model's forward is replaced by one that
+asks the cache that it is given.
+"""
+
+import contextlib
+import functools
+import inspect
+import itertools
+import types
+import warnings
+
+import torch
+from transformers import PreTrainedModel
+
+_CACHE_NAMES = ("past_key_values", "cache")  # until 5.40, and from 5.24 on
+_TENSORS = ("input_ids", "attention_mask", "position_ids", "cache_position")
+_PLAIN = (bool, int, float, str)
+
+
+def serve(model):
+    """Makes the model's forward ask its cache for a graph. Returns whether it does: a decoder for text, whose
+    forward takes positions, and that nobody else has replaced."""
+    if not isinstance(model, PreTrainedModel):
+        return False
+    if model.config.get_text_config(decoder=True) is not model.config:
+        return False
+    replaced = vars(model).get("forward")
+    if replaced is not None:
+        return getattr(replaced, "_asks_for_a_graph", False)
+    own = type(model).forward
+    names = list(inspect.signature(own).parameters)[1:]
+    if "position_ids" not in names:
+        return False
+
+    @functools.wraps(own)
+    def forward(self, *args, **kwargs):
+        cache = next((kwargs[name] for name in _CACHE_NAMES if kwargs.get(name) is not None), None)
+        graph = getattr(cache, "decode_graph", None)
+        if graph is None or torch.compiler.is_compiling():
+            return own(self, *args, **kwargs)
+        return graph(self, functools.partial(own, self), cache, dict(zip(names, args), **kwargs))
+
+    forward._asks_for_a_graph = True
+    model.forward = types.MethodType(forward, model)  # copies of the model bind it to themselves
+    return True
+
+
+class DecodeGraph:
+    """The captured step of one KVPolicyCache.
+
+    A forward that a graph cannot serve runs as it is: a prompt, drafts, gradients, autocast, arguments other
+    than ids, mask and positions, outputs other than logits, hooks of the caller, weights on several devices,
+    and a step that waits for the GPU or whose capture fails. The first step of a kind runs as it is too.
+    Weights are read where they lay at the capture: a forward that is no step makes the next one compare. The
+    logits of a step are a copy.
+    """
+
+    def __init__(self):
+        self._refused = set()  # kinds of steps that no graph serves
+        self._compared = False
+        self._drop()
+
+    def _drop(self):
+        self._warm = self._output = self._fields = None
+        self._graph = self._kind = self._static = self._logits = self._memory = self._weights = None
+
+    def __call__(self, model, run, cache, arguments):
+        step = _step_of(model, cache, arguments)
+        if step is None:
+            self._compared = False
+            return run(**arguments)
+        kind, tensors = step
+        if kind in self._refused or not cache.reserve_step():
+            return run(**arguments)
+        if self._graph is not None and not self._serves(model, cache, kind):
+            self._drop()
+        if self._graph is None:
+            if self._warm != kind:
+                return self._warm_up(run, cache, kind, arguments)
+            if not self._capture(model, run, cache, kind, tensors, arguments):
+                return run(**arguments)
+        with torch.cuda.device(cache.device):
+            for name, tensor in tensors.items():
+                self._static[name].copy_(tensor)
+            self._graph.replay()
+            logits = self._logits.clone()
+        cache.count_step()
+        return self._output(logits=logits, **dict.fromkeys(self._fields, cache))
+
+    def _serves(self, model, cache, kind):
+        if kind != self._kind or any(a is not b for a, b in zip(self._memory, cache.step_memory())):
+            return False
+        if not self._compared:
+            self._compared = _weights_of(model) == self._weights
+        return self._compared
+
+    def _warm_up(self, run, cache, kind, arguments):
+        """A step as it is: loads kernels, and shows whether a graph can serve the next."""
+        self._drop()
+        waits = []
+        with _watched(waits):
+            output = run(**arguments)
+        items = output.items() if hasattr(output, "items") else ()
+        fields = [name for name, value in items if value is cache]
+        if waits or not items or {name for name, _ in items} != {"logits", *fields}:
+            self._refused.add(kind)
+        else:
+            self._warm, self._fields, self._output = kind, fields, type(output)
+        return output
+
+    def _capture(self, model, run, cache, kind, tensors, arguments):
+        weights, marks = _weights_of(model), cache.marks()
+        if weights is None:
+            self._refused.add(kind)
+            return False
+        with torch.inference_mode(False):  # later steps write them in any mode
+            static = {name: tensor.clone() for name, tensor in tensors.items()}
+        others = {name: value for name, value in arguments.items() if not torch.is_tensor(value)}
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(cache.device)
+        random = torch.cuda.default_generators[cache.device.index]
+        state = random.clone_state()
+        try:
+            with (
+                torch.cuda.device(cache.device),
+                torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"),
+            ):
+                logits = run(**others, **static).logits
+        except Exception as error:
+            random.graphsafe_set_state(state)  # a failed capture leaves the generator capturing
+            self._refused.add(kind)
+            warnings.warn(f"KVPolicyCache: decode steps run without a CUDA graph: {error}", stacklevel=2)
+            return False
+        finally:
+            cache.rewind(marks)  # the capture has run nothing
+        self._graph, self._kind, self._static, self._logits = graph, kind, static, logits
+        self._memory, self._weights, self._compared = cache.step_memory(), weights, True
+        return True
+
+
+def _step_of(model, cache, arguments):
+    """Of a decode step that a graph may serve its kind, which a graph is for, and its tensors; else None."""
+    ids = arguments.get("input_ids")
+    if not torch.is_tensor(ids) or not ids.is_cuda or ids.dim() != 2 or ids.shape[1] != 1:
+        return None
+    if (
+        not cache.takes_steps(ids.shape[0], ids.device)
+        or model.training
+        or torch.is_grad_enabled()
+        or torch.is_autocast_enabled("cuda")
+        or torch.cuda.is_current_stream_capturing()
+    ):
+        return None
+    tensors, plain = {}, []
+    for name, value in arguments.items():
+        if torch.is_tensor(value):
+            if name not in _TENSORS or value.device != ids.device:
+                return None
+            tensors[name] = value
+        elif isinstance(value, _PLAIN):
+            plain.append((name, value))
+        elif value is not None and value is not cache:
+            return None
+    mask = tensors.get("attention_mask")
+    if mask is not None:
+        if mask.dim() != 2:
+            return None
+        tensors["attention_mask"] = mask[:, -1:]  # the new token's: it keeps its shape
+    if "position_ids" not in tensors:
+        # What a model would make of the cache's length, a number of Python.
+        tensors["position_ids"] = ids.new_full((1, 1), cache.get_seq_length())
+    shapes = [(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()]
+    return (*sorted(plain, key=lambda pair: pair[0]), *sorted(shapes, key=lambda shape: shape[0])), tensors
+
+
+def _weights_of(model):
+    """The addresses of what a step of the model reads; None where no graph may read it."""
+    for module in model.modules():
+        for hook in itertools.chain(module._forward_hooks.values(), module._forward_pre_hooks.values()):
+            if not str(getattr(hook, "__module__", "")).startswith("transformers."):
+                return None
+    addresses = []
+    for tensor in itertools.chain(model.parameters(), model.buffers()):
+        if hasattr(tensor, "device_mesh") or tensor.device != model.device:
+            return None
+        addresses.append(tensor.data_ptr())
+    return addresses
+
+
+@contextlib.contextmanager
+def _watched(waits):
+    """Appends to `waits` the operations that wait for the GPU, as far as torch sees them."""
+    mode = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
+    for one in seen:
+        text = str(one.message)
+        if "synchronizing CUDA operation" in text:
+            waits.append(text)
+        elif "debug mode is a prototype" not in text:
+            warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)

@@ -1,0 +1,209 @@
+"""Decode steps as a CUDA graph: the same tokens as steps that Python launches."""
+
+import copy
+import inspect
+import weakref
+
+import pytest
+import torch
+from test_transformers import FAMILIES, generate, hf, model_of, scorers_of, tokens
+
+import kvpolicy as kvp
+
+pytestmark = pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated")
+on_a_gpu = pytest.mark.skipif(
+    not (torch.cuda.is_available() and kvp.has_cuda()), reason="no GPU, or no CUDA module"
+)
+
+
+def on_gpu(family, **changes):
+    return model_of(family, max_position_embeddings=512, **changes).cuda()
+
+
+def bounded(model, **options):
+    scorers = scorers_of(model).to("cuda")
+    return hf.KVPolicyCache(model, lambda layer: scorers.policy(layer, 6), **options)
+
+
+def compare(model, ids, make=bounded, **options):
+    """Generates with and without a graph; the cache with it."""
+    options = {"max_new_tokens": 40} | options
+    plain = generate(model, ids, make(model, cuda_graph=False), **options)
+    cache = make(model)
+    got = generate(model, ids, cache, **options)
+    assert torch.equal(got, plain)
+    return cache
+
+
+def captured(cache):
+    return cache.decode_graph._graph
+
+
+@on_a_gpu
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_graph_writes_the_same_tokens(family):
+    model = on_gpu(family)
+    ids = tokens(30, batch=2).cuda()
+    cache = compare(model, ids)
+    assert captured(cache) is not None
+    assert cache.get_seq_length() == 69 and cache.cache.lengths() == [69, 69]
+
+
+@on_a_gpu
+@pytest.mark.parametrize("name", ["window", "full", "gate", "mlp", "heavy", "tova", "prompt", "hybrid"])
+def test_policies(name):
+    """Beyond the budget, and over several reservations of pages."""
+    model = on_gpu("llama")
+
+    def make(model, **options):
+        mlp = scorers_of(model, "mlp").to("cuda")
+        policy = {
+            "window": kvp.StreamingLLM(2, 9),
+            "full": kvp.FULL,
+            "gate": lambda layer: kvp.SPKV(5, mlp.layers[layer]),
+            "mlp": lambda layer: mlp.policy(layer, 6),
+            "heavy": kvp.H2O(6, 4),
+            "tova": kvp.TOVA(8),
+            "prompt": kvp.SnapKV(6, window=4),
+            "hybrid": [kvp.StreamingLLM(2, 9), None, kvp.TOVA(8)],
+        }[name]
+        return hf.KVPolicyCache(model, policy, **options)
+
+    cache = compare(model, tokens(30, batch=2).cuda(), make, max_new_tokens=200)
+    assert captured(cache) is not None
+    if name == "full":  # near max_length steps look at their status
+        cache = compare(
+            model, tokens(30, batch=2).cuda(), lambda m, **o: make(m, max_length=100, **o), max_new_tokens=60
+        )
+
+
+@on_a_gpu
+def test_a_graph_outlives_a_reset(monkeypatch):
+    model = on_gpu("llama")
+    made = []
+    real = torch.cuda.CUDAGraph
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: made.append(1) or real())
+    cache = compare(model, tokens(30, batch=2).cuda())
+    for length in (30, 7, 50):
+        ids = tokens(length, batch=2, seed=length).cuda()
+        plain = generate(model, ids, bounded(model, cuda_graph=False))
+        cache.reset()
+        assert torch.equal(generate(model, ids, cache), plain)
+    assert len(made) == 1
+    # Weights in place are seen, others make another graph.
+    with torch.no_grad():
+        model.lm_head.weight.copy_(model.lm_head.weight.flip(1))
+    cache.reset()
+    assert torch.equal(generate(model, ids, cache), generate(model, ids, bounded(model, cuda_graph=False)))
+    assert len(made) == 1
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.flip(1))
+    cache.reset()
+    assert torch.equal(generate(model, ids, cache), plain)
+    assert len(made) == 2
+
+
+@on_a_gpu
+def test_other_ways_of_generating():
+    model = on_gpu("llama")
+    ids = tokens(24, batch=3).cuda()
+    mask = torch.stack([(torch.arange(24) >= 24 - n).long() for n in (24, 3, 15)]).cuda()
+    assert captured(compare(model, ids * mask, attention_mask=mask)) is not None
+    assert captured(compare(model, ids, num_beams=3)) is not None
+    sampled = {"do_sample": True, "temperature": 1.3, "num_return_sequences": 2}
+    assert captured(compare(model, ids, **sampled)) is not None
+    assert captured(compare(model, ids, prefill_chunk_size=7)) is not None
+    assert captured(compare(model, ids[:1], prompt_lookup_num_tokens=4)) is None
+    options = {"output_logits": True, "return_dict_in_generate": True, "max_new_tokens": 12}
+    with_graph, without = (
+        generate(model, ids, bounded(model, cuda_graph=graph), **options).logits for graph in (True, False)
+    )
+    assert all(map(torch.equal, with_graph, without))
+    half = on_gpu("llama").to(torch.bfloat16)
+    assert captured(compare(half, ids)) is not None
+
+
+@on_a_gpu
+def test_a_loop_of_ones_own():
+    """Without masks and positions, and with more sequences later."""
+    model = on_gpu("llama")
+    ids = tokens(40, batch=2).cuda()
+    logits = []
+    for graph in (False, True):
+        cache = bounded(model, cuda_graph=graph)
+        with torch.no_grad():
+            out = [model(ids[:, :20], past_key_values=cache).logits]
+            out += [model(ids[:, at : at + 1], past_key_values=cache).logits for at in range(20, 30)]
+            cache.batch_select_indices(torch.tensor([1, 0, 1]))
+            again = ids[[1, 0, 1]]
+            out += [model(again[:, at : at + 1], past_key_values=cache).logits for at in range(30, 40)]
+        logits.append(out)
+    assert captured(cache) is not None and cache.cache.lengths() == [40] * 3
+    assert all(map(torch.equal, *logits))
+
+
+@on_a_gpu
+def test_what_no_graph_serves():
+    model = on_gpu("llama")
+    ids = tokens(20).cuda()
+    hidden = {"output_hidden_states": True, "return_dict_in_generate": True}
+    cache = bounded(model)
+    assert len(generate(model, ids, cache, **hidden).hidden_states) == 20 and captured(cache) is None
+    seen = []
+    handle = model.model.layers[1].register_forward_hook(lambda *_: seen.append(1))
+    cache = compare(model, ids)
+    assert len(seen) == 80 and captured(cache) is None
+    handle.remove()
+    assert captured(compare(model, ids)) is not None
+    # A forward that waits for the GPU.
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    waiting = on_gpu("llama", rope_parameters=rope)
+    assert captured(compare(waiting, ids)) is None
+    # A forward that waits unseen by torch: the capture fails, and sampling goes on.
+    inner = model.model.layers[1].mlp.forward
+    stream = torch.cuda.current_stream
+
+    def wait(x):
+        if not torch.cuda.is_current_stream_capturing():
+            return inner(x)
+        stream().synchronize()
+        return inner(x)
+
+    model.model.layers[1].mlp.forward = wait
+    with pytest.warns(UserWarning, match="without a CUDA graph"):
+        cache = compare(model, ids, do_sample=True)
+    assert captured(cache) is None
+    del model.model.layers[1].mlp.forward
+    assert captured(compare(model, ids, do_sample=True)) is not None
+
+
+def test_the_models_forward():
+    """It keeps its signature, and a copy of the model is a model of its own."""
+    model = model_of("llama")
+    signature = inspect.signature(model.forward)
+    cache = hf.KVPolicyCache(model, kvp.StreamingLLM(1, 6))
+    assert cache.decode_graph is not None and "forward" in vars(model)
+    assert inspect.signature(model.forward) == signature
+    twin = copy.deepcopy(model)
+    assert twin.forward.__self__ is twin
+    ids = tokens(20)
+    with torch.no_grad():
+        twin.lm_head.weight.zero_()
+        assert twin(ids).logits.abs().max() == 0 != model(ids).logits.abs().max()
+    assert hf.KVPolicyCache(model.config, kvp.FULL).decode_graph is None
+    assert hf.KVPolicyCache(model, kvp.FULL, cuda_graph=False).decode_graph is None
+    # On the CPU a step runs as it is.
+    plain = generate(model, ids, hf.KVPolicyCache(model, kvp.StreamingLLM(1, 6), cuda_graph=False))
+    assert torch.equal(generate(model, ids, cache), plain)
+    assert captured(cache) is None
+    other = model_of("llama")
+    other.forward = other.forward  # somebody else's
+    assert hf.KVPolicyCache(other, kvp.FULL).decode_graph is None
+
+
+def test_a_dropped_cache_goes_at_once():
+    model = model_of("llama")
+    cache = hf.KVPolicyCache(model, kvp.StreamingLLM(1, 6))
+    generate(model, tokens(20), cache)
+    held = weakref.ref(cache.cache)
+    del cache
+    assert held() is None
