@@ -22,7 +22,8 @@ import torch
 from transformers import PreTrainedModel
 
 _CACHE_NAMES = ("past_key_values", "cache")  # until 5.40, and from 5.24 on
-_TENSORS = ("input_ids", "attention_mask", "position_ids", "cache_position")
+_POSITIONS = {"position_ids": (1, 1), "cache_position": (1,)}  # their shapes in a step; the second until 4.57
+_TENSORS = ("input_ids", "attention_mask", *_POSITIONS)
 _PLAIN = (bool, int, float, str)
 
 
@@ -35,21 +36,22 @@ def serve(model):
         return False
     replaced = vars(model).get("forward")
     if replaced is not None:
-        return getattr(replaced, "_asks_for_a_graph", False)
+        return hasattr(replaced, "asks_for_graph")
     own = type(model).forward
     names = list(inspect.signature(own).parameters)[1:]
-    if "position_ids" not in names:
+    if names[0] != "input_ids" or "position_ids" not in names:
         return False
+    positions = [name for name in _POSITIONS if name in names]
 
     @functools.wraps(own)
     def forward(self, *args, **kwargs):
         cache = next((kwargs[name] for name in _CACHE_NAMES if kwargs.get(name) is not None), None)
         graph = getattr(cache, "decode_graph", None)
-        if graph is None or torch.compiler.is_compiling():
+        if graph is None or len(args) > 1 or torch.compiler.is_compiling():
             return own(self, *args, **kwargs)
-        return graph(self, functools.partial(own, self), cache, dict(zip(names, args), **kwargs))
+        return graph(self, functools.partial(own, self), cache, dict(zip(names, args), **kwargs), positions)
 
-    forward._asks_for_a_graph = True
+    forward.asks_for_graph = True
     model.forward = types.MethodType(forward, model)  # copies of the model bind it to themselves
     return True
 
@@ -73,8 +75,9 @@ class DecodeGraph:
         self._warm = self._output = self._fields = None
         self._graph = self._kind = self._static = self._logits = self._memory = self._weights = None
 
-    def __call__(self, model, run, cache, arguments):
-        step = _step_of(model, cache, arguments)
+    def __call__(self, model, run, cache, arguments, positions):
+        """run(**arguments), the model's own forward; `positions` are those of _POSITIONS that it takes."""
+        step = _step_of(model, cache, arguments, positions)
         if step is None:
             self._compared = False
             return run(**arguments)
@@ -146,7 +149,7 @@ class DecodeGraph:
         return True
 
 
-def _step_of(model, cache, arguments):
+def _step_of(model, cache, arguments, positions):
     """Of a decode step that a graph may serve its kind, which a graph is for, and its tensors; else None."""
     ids = arguments.get("input_ids")
     if not torch.is_tensor(ids) or not ids.is_cuda or ids.dim() != 2 or ids.shape[1] != 1:
@@ -174,9 +177,10 @@ def _step_of(model, cache, arguments):
         if mask.dim() != 2:
             return None
         tensors["attention_mask"] = mask[:, -1:]  # the new token's: it keeps its shape
-    if "position_ids" not in tensors:
-        # What a model would make of the cache's length, a number of Python.
-        tensors["position_ids"] = ids.new_full((1, 1), cache.get_seq_length())
+    # What a model would make of the cache's length, a number of Python.
+    for name in positions:
+        if name not in tensors:
+            tensors[name] = ids.new_full(_POSITIONS[name], cache.get_seq_length())
     shapes = [(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()]
     return (*sorted(plain, key=lambda pair: pair[0]), *sorted(shapes, key=lambda shape: shape[0])), tensors
 
