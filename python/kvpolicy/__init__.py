@@ -57,6 +57,8 @@ from kvpolicy.policy import (
     EvictionGate,
     KVpop,
     Policy,
+    Quest,
+    QuestPages,
     Sink,
     StreamingLLM,
     Stride,

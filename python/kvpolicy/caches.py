@@ -5,12 +5,13 @@ FixedBudgetCache, the others (gates without a cap, budgets beyond max_length, Sn
 pages are allocated as keys are admitted. All memory is torch's.
 """
 
+import math
 import struct
 from typing import NamedTuple
 
 import torch
 
-from kvpolicy import _native
+from kvpolicy import _native, first_use
 from kvpolicy.policy import UNLIMITED, ObservedScorer, Policy, TopKBudget
 
 _NOT_SET = -(2**31)
@@ -52,7 +53,7 @@ def observes(policy):
     return isinstance(policy.scorer, ObservedScorer)
 
 
-def _unscored(policy):
+def unscored(policy):
     """Whether no key's fate depends on a score."""
     return policy.instance == "window" or (
         policy.instance == "top_k" and all(one in (0, UNLIMITED) for one in policy.budgets)
@@ -63,8 +64,20 @@ class _Group:
     """Layers that one cache of the library holds."""
 
     def __init__(self, cache, layers, kind, scorer):
-        self.layers, self.kind, self.scorer, self.pooled = layers, kind, scorer, kind == "dual"
         policies = [cache.policies[layer] for layer in layers]
+        addresses = 0, 0
+        if scorer == "own":
+            library = first_use.cache_library(
+                policies[0].expression, kind == "dual", cache.dtype, cache.device
+            )
+            kind, addresses = "dual" if library.pooled else "fixed", library[:2]
+            scorer = "given" if library.given else "own"
+            if policies[0].scorer is not None and not library.given:
+                raise ValueError(
+                    f"scorer: {type(policies[0].scorer).__name__} is not allowed; the policy must have one "
+                    "scorer, which is a CppPart, or rank keys"
+                )
+        self.layers, self.kind, self.scorer, self.pooled = layers, kind, scorer, kind == "dual"
         self.device, self.slabs = cache.device, []
         # Tokens that pages are reserved for; at most: tokens of the call before advance(), of the longest
         # sequence.
@@ -83,8 +96,10 @@ class _Group:
                 ),
             )
         ]
-        slab_pages = count * heads * sequences * (_SLAB_TOKENS // _PAGE)
-        pages = (cache.max_length // _PAGE + 1) * count * heads * sequences
+        selection = policies[0].selection
+        page = math.lcm(_PAGE, selection.page_size) if selection else _PAGE
+        slab_pages = count * heads * sequences * max(1, _SLAB_TOKENS // page)
+        pages = (cache.max_length // page + 1) * count * heads * sequences
         mlstm, self.parameters = (0, 0, 0.0), []
         if scorer == "mlstm":
             first = policies[0].scorer
@@ -95,7 +110,7 @@ class _Group:
         device = -1 if cache.device.index is None else cache.device.index
         self.native = _native._module(cache.device.type).make_cache(
             device,
-            (kind, scorer, str(cache.dtype).removeprefix("torch.")),
+            (kind, scorer, str(cache.dtype).removeprefix("torch."), *addresses),
             (
                 count,
                 sequences,
@@ -103,13 +118,13 @@ class _Group:
                 heads,
                 cache.head_dim,
                 cache.value_dim,
-                _PAGE if self.pooled else 1,
+                page if self.pooled else 1,
                 cache.max_draft_tokens,
             ),
             (slab_pages, pages // slab_pages + 1, cache.max_length),
             (policies[0].instance, *numbers),
             (cache.sm_scale, cache.logits_soft_cap),
-            _observation(policies[0].scorer),
+            _observation(policies[0].scorer) + _selection(policies, heads),
             mlstm,
             self.parameters,
         )
@@ -160,6 +175,15 @@ def _observation(scorer):
     chunk, largest, whole_layer, pool, pool_largest = scorer.numbers()
     queries = {"h2o": UNLIMITED, "tova": 1, "snapkv": 0}[scorer.instance]
     return queries, scorer.instance == "h2o", not largest, whole_layer, pool, pool_largest, chunk
+
+
+def _selection(policies, heads):
+    """The numbers of QuestPages: pages by layer and head, page_size, mean over the heads."""
+    first = policies[0].selection
+    if first is None:
+        return [1], 1, False
+    pages = [one for policy in policies for one in _by_head("pages", policy.selection.pages, heads)]
+    return pages, first.page_size, first.aggregate == "mean"
 
 
 class Cache:
@@ -235,10 +259,6 @@ class Cache:
     def _kind(self, policy):
         """What layers of one native cache have in common: kind, scorer, gate, and numbers of the scorer."""
         scorer = policy.scorer
-        if policy.own_parts:
-            raise NotImplementedError(
-                f"policy: {policy.own_parts[0]!r} is not allowed in a cache; it must have the package's parts"
-            )
         if getattr(scorer, "kind", None) in _C_PLUS_PLUS or getattr(scorer, "rope", None) is not None:
             raise NotImplementedError(
                 f"scorer: {type(scorer).__name__} is not allowed in a Cache; it must read a key and its "
@@ -255,7 +275,17 @@ class Cache:
         largest = [max(numbers) for numbers in (policy.sinks, policy.windows, policy.budgets)]
         kind = "fixed" if sum(largest) <= max(self.max_length, 1) else "dual"
         gate = policy.instance if policy.gate is not None else "top_k"
-        if getattr(scorer, "kind", None) != "mlstm":
+        stateless = getattr(scorer, "kind", None) != "mlstm"
+        if policy.own_parts or policy.selection:
+            if not stateless or (policy.own_parts and policy.selection):
+                raise NotImplementedError(
+                    f"policy: {policy!r} is not allowed in a Cache; a Stride, a CppPart or QuestPages must "
+                    "be alone beside the package's parts, and without an mLSTMScorer"
+                )
+            if policy.own_parts:
+                return kind, "own", policy.expression
+            return "dual", "selecting", gate, policy.selection.page_size, policy.selection.aggregate
+        if stateless:
             return kind, "given", gate
         shape = (scorer.heads, scorer.head_dim, scorer.value_dim)
         if shape != (self.kv_heads, self.head_dim, self.value_dim):
@@ -416,7 +446,7 @@ class Cache:
 
     def _scores(self, policy, group, k, v, scores, q_len):
         """What the library is given: scores of the caller or of a stateless scorer."""
-        if group.scorer != "given":
+        if group.scorer not in ("given", "selecting"):
             if scores is not None:
                 raise ValueError("scores: are not allowed for a policy that has a scorer of its own")
             return None
@@ -430,7 +460,7 @@ class Cache:
                     f"{tuple(k.shape[:3])}"
                 )
         if scores is None:
-            if not _unscored(policy):
+            if not unscored(policy):
                 raise ValueError(
                     "scores: None is not allowed; a policy that ranks keys needs a scorer or scores"
                 )
@@ -591,6 +621,8 @@ class Cache:
         group, index = self._layer(layer)
         return group.native.retained(index, sequence, head)
 
-    def memory_bytes(self):
-        """Bytes that the cache holds: keys, values and all beside them, without the workspace."""
-        return sum(group.sizes[2] + len(group.slabs) * group.sizes[3] for group in self._groups)
+    def memory_bytes(self, *, entries_only=False):
+        """Bytes that the cache holds: keys, values and all beside them (with entries_only neither page tables
+        nor scorers' states), without the workspace."""
+        at = 0 if entries_only else 2
+        return sum(group.sizes[at] + len(group.slabs) * group.sizes[3] for group in self._groups)

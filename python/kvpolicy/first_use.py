@@ -1,4 +1,5 @@
-"""Policies without an instance in the extension modules, compiled at their first use into a cache folder."""
+"""Policies without an instance in the extension modules, compiled at their first use into a cache folder: one
+library for build_mask, and one per kind and storage type of a cache."""
 
 import ctypes
 import fcntl
@@ -7,14 +8,18 @@ import hashlib
 import importlib.resources
 import os
 import pathlib
+import re
 import shutil
 import subprocess
+import sys
+import time
+from typing import NamedTuple
 
 import torch
 
 # The mask of one policy as a C function. It returns 0, or 1 with the message of an error. Without a workspace
 # it writes the bytes that the call needs.
-_SOURCE = """
+_MASK = """
 #include <kvpolicy/masks/build.hpp>
 #include <kvpolicy/policies/decay.hpp>
 #include <kvpolicy/policies/eviction_gate.hpp>
@@ -59,7 +64,7 @@ void build(Call& call) {
     const auto budgets = numbers(call, call.budgets, 2);
     const auto thresholds = numbers(call, call.thresholds, 3), log_gammas = numbers(call, call.log_gammas, 4);
     static_cast<void>(budgets), static_cast<void>(thresholds), static_cast<void>(log_gammas);
-    const Policy policy{@VALUES@};
+    const kvpolicy::Policy<@TYPES@> policy{@VALUES@};
     const Sequences sequences{.batch = call.batch,
                               .length = call.length,
                               .lengths = call.lengths,
@@ -99,6 +104,59 @@ extern "C" __attribute__((visibility("default"))) int kvpolicy_build_mask(kvpoli
 }
 """
 
+# The cache of one policy. The extension module calls what kvpolicy_make_cache makes, if kvpolicy_cache_layout
+# says that both were compiled with the same headers.
+_CACHE = """
+#if defined(__CUDACC__)
+#define KVPOLICY_PYTHON_CUDA
+#define KVPOLICY_PYTHON_CUDA_TYPES float
+#endif
+#include <kvpolicy/policies/stride.hpp>
+#include <typed_cache.hpp>
+
+using namespace kvpolicy;
+
+@PARTS@
+
+namespace kvpolicy::python {
+namespace {
+
+using OwnPolicy = kvpolicy::Policy<@TYPES@>;
+OwnPolicy make_policy(const CacheArgs& args) {
+    static_cast<void>(args);
+    return OwnPolicy{@VALUES@};
+}
+// A FixedBudgetCache holds what has a budget and keeps no key for good.
+constexpr bool pooled = @POOLED@ || !OwnPolicy::has_budget || OwnPolicy::has_keep || OwnPolicy::grows ||
+                        OwnPolicy::has_selection;
+constexpr bool given = OwnPolicy::ranked && OwnPolicy::scorer_type::when == score_time::given;
+
+template <class P>
+AnyCache* make(const CacheArgs& args) {
+    if constexpr (pooled) {
+        return new TypedCache<DualCache, P, @TYPE@>(args, make_policy);
+    } else {
+        return new TypedCache<FixedBudgetCache, P, @TYPE@>(args, make_policy);
+    }
+}
+
+}  // namespace
+}  // namespace kvpolicy::python
+
+#define KVPOLICY_EXPORTED extern "C" __attribute__((visibility("default")))
+KVPOLICY_EXPORTED std::uint64_t kvpolicy_cache_layout() { return kvpolicy::python::cache_layout(); }
+KVPOLICY_EXPORTED int kvpolicy_cache_traits() {
+    return (kvpolicy::python::pooled ? 1 : 0) + (kvpolicy::python::given ? 2 : 0);
+}
+KVPOLICY_EXPORTED kvpolicy::python::AnyCache* kvpolicy_make_cache(const kvpolicy::python::CacheArgs& args) {
+    return kvpolicy::python::make<kvpolicy::python::OwnPolicy>(args);
+}
+"""
+
+# The package's parts by their C++ types: the arrays of their numbers.
+_ARRAYS = {"Sink<>": "sinks", "Window<>": "windows", "TopKBudget<>": "budgets", "Decay<1>": "log_gammas"}
+_STORAGE = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "float", torch.float64: "double"}
+
 
 class _Call(ctypes.Structure):
     _fields_ = [
@@ -121,17 +179,22 @@ class _Call(ctypes.Structure):
 
 @functools.cache
 def headers():
-    """The library's include folder: in the package, or beside it in a source tree."""
-    inside = pathlib.Path(str(importlib.resources.files("kvpolicy"))) / "include"
-    return inside if inside.is_dir() else inside.parents[2] / "include"
+    """The folders of the library's headers and of those around a cache: in the package, or beside it in a
+    source tree."""
+    package = pathlib.Path(str(importlib.resources.files("kvpolicy")))
+    inside, tree = package / "include", package.parents[1]
+    library = inside if inside.is_dir() else tree / "include"
+    around = inside / "kvpolicy_python"
+    return library, around if around.is_dir() else tree / "python" / "src"
 
 
 @functools.cache
 def _fingerprint():
     """The bytes of all headers, since a cache folder outlives an installation."""
     sums = hashlib.sha256()
-    for path in sorted(headers().rglob("*.[hc][pu]*")):
-        sums.update(path.read_bytes())
+    for folder in headers():
+        for path in sorted(folder.rglob("*.[hc][pu]*")):
+            sums.update(path.read_bytes())
     return sums.digest()
 
 
@@ -174,7 +237,8 @@ def _version_of(compiler):
 @functools.cache
 def _library(source, device):
     """The compiled source: from the cache folder, or compiled into it. A lock keeps processes from compiling
-    the same source at once; a file is renamed into place when it is whole."""
+    the same source at once; a file is renamed into place when it is whole, and compiled again where it is not
+    what its sum says."""
     compiler, options, suffix = _compiler(device)
     key = hashlib.sha256(_fingerprint() + _version_of(compiler))
     key.update("\0".join((compiler, *options, source)).encode())
@@ -187,45 +251,123 @@ def _library(source, device):
         )
     name = key.hexdigest()[:32]
     target = folder / f"{name}.so"
-    if not target.exists():
+    if not _is_whole(target):
         with open(folder / f"{name}.lock", "w", encoding="utf-8") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if not target.exists():
+            if not _is_whole(target):
                 _compile(compiler, options, source, folder / f"{name}{suffix}", target)
-    library = ctypes.CDLL(str(target))
-    library.kvpolicy_build_mask.argtypes = [ctypes.POINTER(_Call)]
-    return library
+    return ctypes.CDLL(str(target))
+
+
+def _is_whole(target):
+    try:
+        said = target.with_suffix(".sum").read_text(encoding="utf-8")
+        return said == hashlib.sha256(target.read_bytes()).hexdigest()
+    except (FileNotFoundError, UnicodeDecodeError):
+        return False
 
 
 def _compile(compiler, options, source, path, target):
+    """Prints the time that it took to stderr."""
     path.write_text(source, encoding="utf-8")
     unfinished = target.with_suffix(f".{os.getpid()}")
-    command = [compiler, *options, f"-I{headers()}", str(path), "-o", str(unfinished)]
-    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    folders = [f"-I{folder}" for folder in headers()]
+    start = time.monotonic()
+    ran = subprocess.run(
+        [compiler, *options, *folders, str(path), "-o", str(unfinished)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     if ran.returncode != 0:
         unfinished.unlink(missing_ok=True)
+        log = target.with_suffix(".log")
+        log.write_text(ran.stderr or ran.stdout, encoding="utf-8")
+        found = re.search(r"^.*\berror\b.*$", ran.stderr or ran.stdout, re.M)
+        error = found.group(0).strip() if found else f"{compiler} ended with status {ran.returncode}"
         raise RuntimeError(
-            f"Policy: {' '.join(command)} failed; the parts must be those of docs/extend.md:\n{ran.stderr}"
+            f"Policy: {error} (the compiler's first error of {log}) is not allowed; the parts must be those "
+            "of docs/extend.md"
         )
+    whole = hashlib.sha256(unfinished.read_bytes()).hexdigest()
+    size = unfinished.stat().st_size
     unfinished.rename(target)
+    target.with_suffix(".sum").write_text(whole, encoding="utf-8")
+    print(
+        f"kvpolicy: compiled a policy with {os.path.basename(compiler)} in {time.monotonic() - start:.1f} s, "
+        f"{size / 1024:.0f} KiB in {target}",
+        file=sys.stderr,
+    )
+
+
+# ---- expressions -------------------------------------------------------------------------------------------
+
+
+class Expression(NamedTuple):
+    """A policy in C++: its user's sources, and the types and values of its parts, None for a value that an
+    array of numbers gives."""
+
+    sources: tuple
+    types: tuple
+    values: tuple
+
+
+def expression_of(own_parts, gate, budget, decay):
+    """own_parts: CppPart and Stride; gate, budget, decay: C++ types, or None."""
+    package = ["Sink<>", "Window<>", *(kind for kind in (gate, budget, decay) if kind)]
+    own = [f"std::remove_cvref_t<decltype({part.expression})>" for part in own_parts]
+    values = [None] * len(package) + [part.expression for part in own_parts]
+    return Expression(tuple(part.source for part in own_parts), (*package, *own), tuple(values))
+
+
+def _filled(template, expression, value_of, **others):
+    """A template with the parts of a policy. Errors in a user's source name its part and line."""
+    parts = "\n".join(
+        f'#line 1 "part {number}"\n{source}' for number, source in enumerate(expression.sources, 1) if source
+    )
+    values = [value_of(kind) if value is None else value for kind, value in zip(*expression[1:])]
+    texts = others | {
+        "PARTS": f'{parts}\n#line 1 "policy"',
+        "TYPES": ", ".join(expression.types),
+        "VALUES": ", ".join(values),
+    }
+    return re.sub("@([A-Z]+)@", lambda found: texts[found[1]], template)
+
+
+def mask_source(expression):
+    return _filled(_MASK, expression, lambda kind: f"{kind}{{{_ARRAYS.get(kind, 'thresholds')}}}")
+
+
+class CacheLibrary(NamedTuple):
+    """Addresses of functions of a library, whether its cache takes pages, and whether the caller gives
+    scores."""
+
+    factory: int
+    layout: int
+    pooled: bool
+    given: bool
+
+
+def cache_library(expression, pooled, dtype, device):
+    """The library of a cache with the policy `expression`; `pooled` where its budgets are too large for a
+    FixedBudgetCache."""
+    source = _filled(
+        _CACHE,
+        expression,
+        lambda kind: f"part_of<{kind}>(args)",
+        POOLED="true" if pooled else "false",
+        TYPE=_STORAGE[dtype],
+    )
+    library = _library(source, device)
+    traits = library.kvpolicy_cache_traits()
+    addresses = [
+        ctypes.cast(function, ctypes.c_void_p).value
+        for function in (library.kvpolicy_make_cache, library.kvpolicy_cache_layout)
+    ]
+    return CacheLibrary(*addresses, bool(traits & 1), bool(traits & 2))
 
 
 # ---- masks -------------------------------------------------------------------------------------------------
-
-
-def source_of(own_parts, gate, budget, decay):
-    """The C++ source of a policy. own_parts: CppPart and Stride; gate, budget, decay: C++ types, or None."""
-    types, values = ["Sink<>", "Window<>"], ["Sink<>{sinks}", "Window<>{windows}"]
-    for part in own_parts:
-        types.append(f"std::remove_cvref_t<decltype({part.expression})>")
-        values.append(part.expression)
-    for kind, value in ((gate, "thresholds"), (budget, "budgets"), (decay, "log_gammas")):
-        if kind:
-            types.append(kind)
-            values.append(f"{kind}{{{value}}}")
-    policy = f"kvpolicy::Policy<{', '.join(types)}>"
-    source = _SOURCE.replace("@PARTS@", "\n".join(part.source for part in own_parts))
-    return source.replace("const Policy policy{@VALUES@}", f"const {policy} policy{{{', '.join(values)}}}")
 
 
 def _pointer(tensor, name, like, count):
@@ -247,7 +389,7 @@ def _pointer(tensor, name, like, count):
 def build_mask(source, policy, scores, lengths, cu_seqlens, expiry):
     """Writes expiry [B, Hkv, S] from scores of its shape, float32, with a contiguous last dimension. `policy`
     is (instance, sinks, windows, budgets, thresholds, log_gammas)."""
-    library = _library(source, scores.device)
+    function = _library(source, scores.device).kvpolicy_build_mask
     call = _Call(device=-1, stream=torch.get_num_threads())
     if scores.device.type == "cuda":
         call.device = scores.device.index
@@ -268,7 +410,7 @@ def build_mask(source, policy, scores, lengths, cu_seqlens, expiry):
         call.number_of[at] = len(values)
 
     def run():
-        if library.kvpolicy_build_mask(ctypes.byref(call)) != 0:
+        if function(ctypes.byref(call)) != 0:
             raise ValueError(call.message.decode())
 
     run()

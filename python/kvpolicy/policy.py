@@ -137,10 +137,10 @@ class ObservedScorer:
 
 @dataclasses.dataclass(frozen=True)
 class CppPart:
-    """A part of a policy in C++: a keep part or a gate (docs/extend.md). `source` defines a struct at
-    namespace scope, with the library's names in scope; `expression` makes one, e.g. "Band{0.0f, 1.0f}". A
-    policy with such a part is compiled at its first use (build_mask), by g++ for CPU tensors and by nvcc for
-    CUDA tensors."""
+    """A part of a policy in C++: a keep part, a gate or a scorer (docs/extend.md). `source` defines a struct
+    at namespace scope, with the library's names in scope; `expression` makes one, e.g. "Band{0.0f, 1.0f}". A
+    policy with such a part is compiled at its first use by build_mask or a Cache, by g++ for CPU tensors and
+    by nvcc for CUDA tensors. A scorer runs in a Cache; build_mask takes the scores of its caller."""
 
     source: str
     expression: str
@@ -162,6 +162,29 @@ class Stride:
         return f"Stride<>{{{self.step}}}"
 
 
+@dataclasses.dataclass(frozen=True)
+class QuestPages:
+    """Selection at the read (Quest): a decoded token reads the newest token's page and the `pages` - 1 others
+    with the largest bound
+
+        sum over d of max(q_d min_d, q_d max_d)
+
+    where min_d and max_d are those of the page's keys. The query heads of a KV head read the same pages:
+    their largest bound counts, or with `aggregate` "mean" its mean. `pages`: an int >= 1, or one per KV head;
+    UNLIMITED reads all. Every key stays where it is: a Cache selects in steps and attend, and masks and
+    chunks read every key. On CUDA page_size is a multiple of 16."""
+
+    pages: object
+    page_size: int = 16
+    aggregate: str = "max"
+
+    def __post_init__(self):
+        object.__setattr__(self, "pages", _whole("QuestPages", self.pages, 1))
+        _whole("page_size", self.page_size, 1)
+        if self.aggregate not in ("max", "mean"):
+            raise ValueError(f"aggregate: {self.aggregate!r} is not allowed; it must be 'max' or 'mean'")
+
+
 _KINDS = {
     Sink: "Sink",
     Window: "Window",
@@ -169,6 +192,7 @@ _KINDS = {
     Decay: "Decay",
     ThresholdGate: "gate",
     EvictionGate: "gate",
+    QuestPages: "QuestPages",
 }
 
 
@@ -181,15 +205,15 @@ _GATE_TYPES = {
 
 
 class Policy:
-    """Parts in any order, at most one of a kind: Sink, Window, TopKBudget, Decay, a gate, and a scorer (a
-    torch.nn.Module of kvpolicy.scorers, any module that maps k and v to scores [B, Hkv, S], or what H2O, TOVA
-    and SnapKV observe); and any number of Stride and CppPart.
+    """Parts in any order, at most one of a kind: Sink, Window, TopKBudget, Decay, a gate, QuestPages, and a
+    scorer (a torch.nn.Module of kvpolicy.scorers, any module that maps k and v to scores [B, Hkv, S], or what
+    H2O, TOVA and SnapKV observe); and any number of Stride and CppPart.
 
     A part that is left out has its neutral number: no sinks, a window of 1, no budget, gamma = 1. Raises
     TypeError for what is no part, ValueError for two parts of a kind and for parts that rank keys of no
     budget, and NotImplementedError for a Decay on a gate alone. A policy with a Stride or a CppPart has no
-    instance in the package: build_mask compiles one at the first use, into the folder KVPOLICY_CACHE (default
-    ~/.cache/kvpolicy); other operators refuse it.
+    instance in the package: build_mask and Cache compile one at the first use, into the folder KVPOLICY_CACHE
+    (default ~/.cache/kvpolicy); other operators refuse it.
     """
 
     def __init__(self, *parts):
@@ -217,12 +241,13 @@ class Policy:
             raise NotImplementedError(
                 "Policy: a Decay on a gate without a TopKBudget has no compiled instance; leave Decay out"
             )
+        self.selection = found.get("QuestPages")
         if isinstance(self.scorer, ObservedScorer) and (
-            budget is None or gate is not None or decay is not None
+            budget is None or any((gate, decay, self.selection))
         ):
             raise ValueError(
-                f"Policy: a gate or a Decay is not allowed with {self.scorer!r}; it ranks by attention, and "
-                "must have a TopKBudget"
+                f"Policy: a gate, a Decay or QuestPages is not allowed with {self.scorer!r}; it ranks by "
+                "attention, and must have a TopKBudget"
             )
         self.sinks = found["Sink"].keys if "Sink" in found else (0,)
         self.windows = found["Window"].keys if "Window" in found else (1,)
@@ -238,9 +263,10 @@ class Policy:
                 raise ValueError(
                     f"Policy: {own[0]!r} is not allowed with {self.scorer!r}; it takes no other parts"
                 )
-            self.instance = first_use.source_of(
+            self.expression = first_use.expression_of(
                 own, _GATE_TYPES.get(self.instance), budget and "TopKBudget<>", decay and "Decay<1>"
             )
+            self.instance = first_use.mask_source(self.expression)
 
     @staticmethod
     def _instance_of(gate, budget):
@@ -286,3 +312,9 @@ def LTE(sinks, window, budget, *parts):
 def DMS(window, *parts):
     """A window, and all keys with sigmoid(score) <= 0.5, the relaxed decision to evict."""
     return Policy(Window(window), EvictionGate(), *parts)
+
+
+def Quest(pages, page_size=16, **options):
+    """Every key stays; a decoded token reads `pages` pages of `page_size` keys (Tang et al., 2024). Options
+    are QuestPages's."""
+    return Policy(Window(page_size), TopKBudget(UNLIMITED), QuestPages(pages, page_size, **options))

@@ -5,12 +5,13 @@ the attention function calls the cache; with any other cache, or none, it is tra
 plain PyTorch where a layer has a soft cap or learned sinks.
 """
 
+import contextlib
 import functools
 import weakref
 
 import torch
 
-from kvpolicy.caches import FULL, Cache, observes
+from kvpolicy.caches import FULL, Cache, observes, unscored
 from kvpolicy.files import Scorers
 from kvpolicy.policy import Policy, Window
 
@@ -80,6 +81,8 @@ class KVPolicyCache(_TransformersCache):
                       default: what the model takes
     cuda_graph        whether decode steps on CUDA run as one graph, which the second step captures, where the
                       model is given and the step allows it (kvpolicy.decode_graph has the rules)
+    storage           dtype of keys and values; None: the model's, else q, k and v are rounded to it, and the
+                      result has the model's
 
     Positions are logical: get_seq_length() is the number of tokens seen, padding included. The first tokens
     set the batch, dtype and device. Left-padded batches, chunks of a prompt, beams (reorder_cache) and
@@ -89,13 +92,21 @@ class KVPolicyCache(_TransformersCache):
     """
 
     def __init__(
-        self, model, policy, *, full_layers=(), max_draft_tokens=64, max_length=None, cuda_graph=True
+        self,
+        model,
+        policy,
+        *,
+        full_layers=(),
+        max_draft_tokens=64,
+        max_length=None,
+        storage=None,
+        cuda_graph=True,
     ):
         config = getattr(model, "config", model)
         config = config.get_text_config(decoder=True)
         self.windows = _windows_of(config)
         self.policies = _policies_of(policy, self.windows, full_layers)
-        self.max_draft_tokens = max_draft_tokens
+        self.max_draft_tokens, self.storage = max_draft_tokens, storage
         self.max_length = max_length or getattr(config, "max_position_embeddings", None) or 32768
         config._attn_implementation = NAME
         served = cuda_graph and isinstance(model, torch.nn.Module) and decode_graph.serve(model)
@@ -205,7 +216,7 @@ class KVPolicyCache(_TransformersCache):
                 kv_heads=k.shape[1],
                 head_dim=k.shape[3],
                 value_dim=v.shape[3],
-                dtype=k.dtype,
+                dtype=self.storage or k.dtype,
                 device=k.device,
                 sm_scale=sm_scale,
                 logits_soft_cap=logits_soft_cap,
@@ -230,14 +241,14 @@ class KVPolicyCache(_TransformersCache):
                 calls.insert(0, ("prefill", slice(0, first)))
         parts = []
         for name, part in calls:
-            rows = [x[:, :, part] for x in (q, k, v)]
+            rows = [x[:, :, part].to(self.cache.dtype) for x in (q, k, v)]
             seen = None if mask is None else mask[:, part]
             if name == "append_draft" and seen is not None and not seen.all():
                 raise NotImplementedError("padding among draft tokens is not allowed; it must be before them")
             parts.append(_with_padding(getattr(self.cache, name), layer, rows, seen, sinks))
             if self._recording and name == "prefill":
                 self.cache.advance(layer)
-        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+        return (parts[0] if len(parts) == 1 else torch.cat(parts, 1)).to(q.dtype)
 
     # ---- decode steps as a CUDA graph (kvpolicy.decode_graph) ----------------------------------------------
 
@@ -324,6 +335,22 @@ class KVPolicyCache(_TransformersCache):
                 self.cache.clear(sequence)
         self._seen, self._drafts, self._next = 0, 0, 0
 
+    def snapshot(self):
+        """What the cache holds, for restore(), without draft tokens. On CUDA it waits for the stream."""
+        if self._drafts:
+            self._accept(self._drafts)
+        sequences = 0 if self.cache is None else self.cache.sequences
+        return self._seen, [self.cache.snapshot(sequence) for sequence in range(sequences)]
+
+    def restore(self, state):
+        """Goes back to a snapshot of this cache."""
+        seen, blobs = state
+        if self.cache is None or len(blobs) != self.cache.sequences:
+            raise ValueError(f"state: {len(blobs)} sequences are not allowed; they must be this cache's own")
+        for sequence, blob in enumerate(blobs):
+            self.cache.restore(sequence, blob)
+        self._seen, self._drafts, self._next = seen, 0, 0
+
     def reorder_cache(self, beam_idx):
         """Sequence i becomes a copy of sequence beam_idx[i]."""
         if self._drafts:
@@ -399,7 +426,8 @@ def _policies_of(policy, windows, full_layers):
                 f"policy of layer {layer}: {one!r} is not allowed; the layer sees the last {window} keys "
                 f"only, so it must be a Window of at most {window}"
             )
-        if one.ranked and not observes(one) and one.scorer is None and one is not own:
+        scored = unscored(one) or observes(one) or one.scorer is not None or one.own_parts
+        if not scored:
             raise ValueError(
                 f"policy of layer {layer}: {one!r} is not allowed; it ranks keys, so it needs a scorer"
             )
@@ -469,6 +497,8 @@ def attention(
     cache, layer = getattr(key, "_kvpolicy", (None, None))
     logits_soft_cap = kwargs.pop(_SOFT_CAP, None)
     if cache is None:
+        for observe in _observers:
+            observe(query, key, scaling, logits_soft_cap)
         if logits_soft_cap is None and s_aux is None:
             return sdpa_attention_forward(
                 module, query, key, value, attention_mask, dropout, scaling, **kwargs
@@ -493,6 +523,20 @@ def attention(
 
     tensors = [x for x in (query, key, value) if x.requires_grad]
     return _WithoutGradient.apply(run, *tensors) if tensors and torch.is_grad_enabled() else run(), None
+
+
+_observers = []
+
+
+@contextlib.contextmanager
+def observe_with(observe):
+    """Calls observe(query, key, scaling, soft cap) in each layer of a forward without a KVPolicyCache, where
+    the attention implementation is "kvpolicy"."""
+    _observers.append(observe)
+    try:
+        yield
+    finally:
+        _observers.remove(observe)
 
 
 def _dense(q, k, v, mask, dropout, scaling, logits_soft_cap, sinks, causal):

@@ -41,10 +41,21 @@ dtype type_from(const std::string& name) {
     return dtype::other;
 }
 
-/// `kinds` is (kind, scorer, dtype), `shape` (layers, max_sequences, query_heads, kv_heads, head_dim_qk,
+/// A cache of the library whose functions have the addresses `factory` and `layout`.
+std::unique_ptr<AnyCache> make_own_cache(const CacheArgs& args, std::uintptr_t factory,
+                                         std::uintptr_t layout) {
+    const std::uint64_t found = reinterpret_cast<std::uint64_t (*)()>(layout)();
+    kvpolicy::detail::require(found == cache_layout(), "policy", "a library of other headers",
+                              "compiled with those of this package");
+    return std::unique_ptr<AnyCache>(reinterpret_cast<CacheFactory>(factory)(args));
+}
+
+/// `kinds` is (kind, scorer, dtype, factory, layout), the last two 0 for an instance of the package, `shape`
+/// (layers, max_sequences, query_heads, kv_heads, head_dim_qk,
 /// head_dim_vo, page_size, max_draft_tokens), `pool` (slab_pages, max_slabs, max_seq_len), `attention`
 /// (sm_scale, logits_soft_cap), `observation` (queries, accumulate, mean, whole_layer, pool, pool_largest,
-/// chunk), `mlstm` (d_qk, d_v, gate_softcap), `parameters` a list of lists by layer.
+/// chunk, pages, page_size, mean over heads), `mlstm` (d_qk, d_v, gate_softcap), `parameters` a list of lists
+/// by layer.
 std::unique_ptr<AnyCache> call_make_cache(Device device, const nb::tuple& kinds, const nb::tuple& shape,
                                           const nb::tuple& pool, const nb::tuple& policy,
                                           const nb::tuple& attention, const nb::tuple& observation,
@@ -75,10 +86,15 @@ std::unique_ptr<AnyCache> call_make_cache(Device device, const nb::tuple& kinds,
         .pool = number(observation, 4),
         .pool_largest = nb::cast<bool>(observation[5]),
         .chunk = number(observation, 6)};
+    args.selection = {nb::cast<std::vector<std::int32_t>>(observation[7]), number(observation, 8),
+                      nb::cast<bool>(observation[9])};
     args.d_qk = number(mlstm, 0), args.d_v = number(mlstm, 1);
     args.gate_softcap = nb::cast<float>(mlstm[2]);
     for (const nb::handle layer : parameters) {
         args.parameters.push_back(read.each("parameter", nb::cast<nb::list>(layer)));
+    }
+    if (const auto factory = nb::cast<std::uintptr_t>(kinds[3]); factory != 0) {
+        return make_own_cache(args, factory, nb::cast<std::uintptr_t>(kinds[4]));
     }
     Tensor rows;
     rows.name = "dtype";

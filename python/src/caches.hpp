@@ -1,22 +1,25 @@
 // A cache whose policy, storage type and kind are chosen at run time: one virtual call per call of the
 // library.
 //
-//     kind  | class            | scorer   | policy
-//     ------+------------------+----------+------------------------------------------------------------
-//     fixed | FixedBudgetCache | given    | Policy<Sink<>, Window<>, AnyGate, TopKBudget<>, Decay<1>>
-//     fixed | FixedBudgetCache | mlstm    | the same, mLSTMScorer<>
-//     fixed | FixedBudgetCache | evicting | Policy<Sink<>, Window<>, TopKBudget<>, AnyMass<true>>: H2O, TOVA
-//     dual  | DualCache        | given    | as above
-//     dual  | DualCache        | mlstm    | as above
-//     dual  | DualCache        | keeping  | Policy<Sink<>, Window<>, TopKBudget<>, AnyMass<false>>: SnapKV
+//     kind  | class            | scorer    | policy
+//     ------+------------------+-----------+-----------------------------------------------------------
+//     fixed | FixedBudgetCache | given     | Policy<Sink<>, Window<>, AnyGate, TopKBudget<>, Decay<1>>
+//     fixed | FixedBudgetCache | mlstm     | the same, mLSTMScorer<>
+//     fixed | FixedBudgetCache | evicting  | Policy<Sink<>, Window<>, TopKBudget<>, AnyMass<true>>: H2O, TOVA
+//     dual  | DualCache        | given     | as above
+//     dual  | DualCache        | mlstm     | as above
+//     dual  | DualCache        | keeping   | Policy<Sink<>, Window<>, TopKBudget<>, AnyMass<false>>: SnapKV
+//     dual  | DualCache        | selecting | as given, QuestPages<>
 //
 // Linear, MLP and a caller's own scorers run before the call, and their scores are given. A policy without
-// ranks is one with a budget of 0. That leaves six instances per storage type.
+// ranks is one with a budget of 0. That leaves seven instances per storage type. A policy with parts in C++
+// is in a library of its own, which kvpolicy/first_use.py compiles.
 #pragma once
 
 #include <kvpolicy/caches/layer_ref.hpp>
 #include <kvpolicy/caches/page_pool.hpp>
 #include <kvpolicy/policies/scorer_concept.hpp>
+#include <kvpolicy/version.hpp>
 
 #include "instances.hpp"
 
@@ -28,6 +31,13 @@
 
 namespace kvpolicy::python {
 
+/// The numbers of QuestPages.
+struct SelectionNumbers {
+    std::vector<std::int32_t> pages;
+    std::int32_t page_size = 16;
+    bool mean = false;  // group_aggregate::mean
+};
+
 /// What a cache is made from. Numbers of the policy are one for all, or layer by layer one per KV head:
 /// [layers * kv_heads].
 struct CacheArgs {
@@ -37,6 +47,7 @@ struct CacheArgs {
     PolicyNumbers policy;  // `instance` names the gate
     AttentionParams params;
     Observation observation;                      // evicting, keeping
+    SelectionNumbers selection;                   // selecting
     std::int32_t d_qk = 0, d_v = 0;               // mlstm
     float gate_softcap = 0.0f;                    // mlstm
     std::vector<std::vector<Tensor>> parameters;  // mlstm: per layer, as in ScoreArgs; the caller keeps them
@@ -105,6 +116,18 @@ class AnyCache {
     [[nodiscard]] virtual std::vector<position_t> retained(std::int32_t layer, std::int32_t seq,
                                                            std::int32_t head) const = 0;
 };
+
+/// What makes the cache of a library that was compiled at the first use of its policy.
+using CacheFactory = AnyCache* (*)(const CacheArgs& args);
+/// Differs between binaries that cannot call each other's caches.
+inline std::uint64_t cache_layout() {
+    std::uint64_t layout = KVPOLICY_VERSION;
+    for (const std::size_t size :
+         {sizeof(CacheArgs), sizeof(LayerArgs), sizeof(Context), sizeof(AnyCache::Usage)}) {
+        layout = layout * 65599 + size;
+    }
+    return layout;
+}
 
 /// One unit per storage type: caches.cpp.
 template <class T>

@@ -19,7 +19,7 @@
 
 #include "context.hpp"
 #include "tensor.hpp"
-#if defined(KVPOLICY_PYTHON_CUDA)
+#if defined(KVPOLICY_PYTHON_CUDA) && !defined(KVPOLICY_PYTHON_CUDA_TYPES)
 #include "cuda_types.hpp"  // written by CMake: KVPOLICY_PYTHON_CUDA_TYPES
 #endif
 

@@ -306,8 +306,6 @@ def test_refusals(device):
         cache_of(kvp.KVpop(1, 2, 3, kvp.mLSTMScorer(1, DIM, delay=2)), device)
     with pytest.raises(NotImplementedError, match="scorer: ConvScorer is not allowed"):
         cache_of(kvp.KVpop(1, 16, 3, kvp.ConvScorer(KV_HEADS, DIM, delay=16)), device)
-    with pytest.raises(NotImplementedError, match="Stride"):
-        cache_of(kvp.Policy(kvp.Window(4), kvp.Stride(8)), device)
     with pytest.raises(TypeError, match="policies"):
         cache_of([4], device)
     with pytest.raises(ValueError, match="one per KV head"):
@@ -390,3 +388,77 @@ def test_threads_may_change():
             cache.advance()
     finally:
         torch.set_num_threads(threads)
+
+
+# ---- Quest -------------------------------------------------------------------------------------------------
+
+
+def selected(q, k, v, pages, page_size, mean):
+    """Outputs of tokens that are decoded one after another, of one sequence: q [Hq, S, D], k and v [Hkv, S,
+    D]. A KV head's newest `page_size` keys are always read; of the others the pages - 1 pages, of neighbors
+    from the first key on, with the largest bound."""
+    group = q.shape[0] // k.shape[0]
+    out = torch.zeros(q.shape[0], q.shape[1], v.shape[2], dtype=torch.float64)
+    for at in range(q.shape[1]):
+        for head in range(k.shape[0]):
+            heads = slice(head * group, (head + 1) * group)
+            query, old = q[heads, at].double(), max(0, at + 1 - page_size)
+            bounds = []
+            for first in range(0, old, page_size):
+                keys = k[head, first : min(first + page_size, old)].double()
+                largest = torch.maximum(query * keys.amin(0), query * keys.amax(0)).sum(-1)
+                bounds.append((largest.mean() if mean else largest.max()).item())
+            best = sorted(range(len(bounds)), key=lambda i: (-bounds[i], i))[: pages - 1]
+            read = [t for i in sorted(best) for t in range(i * page_size, min((i + 1) * page_size, old))]
+            read += range(old, at + 1)
+            logits = query @ k[head, read].double().T / q.shape[-1] ** 0.5
+            out[heads, at] = torch.softmax(logits, -1) @ v[head, read].double()
+    return out
+
+
+@pytest.mark.parametrize("mean", [False, True], ids=["max", "mean"])
+@pytest.mark.parametrize("pages,page_size", [(1, 16), (3, 16), (2, 32)])
+def test_quest_reads_the_best_pages(pages, page_size, mean, device):
+    q, k, v = rows(130, device=device)
+    policy = kvp.Quest(pages, page_size, aggregate="mean" if mean else "max")
+    cache = cache_of(policy, device)
+    got = run(cache, q, k, v, [1] * 130)
+    want = torch.stack(
+        [selected(*(x[i].cpu() for x in (q, k, v)), pages, page_size, mean) for i in range(2)]
+    )
+    close(got, want)
+    dense = reference.attention(*(x.cpu().double() for x in (q, k, v)))[0]
+    assert (want - dense).abs().max() > 0.1
+    assert cache.usage(0, 0, 0).size == 130
+    # A chunk reads all; a step after it selects.
+    cache = cache_of(policy, device)
+    got = run(cache, q, k, v, [100] + [1] * 30)
+    close(got[:, :, :100], dense[:, :, :100])
+    close(got[:, :, 100:], want[:, :, 100:])
+
+
+def test_quest_of_layers_and_policies(device):
+    """Pages by layer and head; all pages are full attention; beside a budget selection is of its keys."""
+    q, k, v = rows(90, device=device)
+    policies = [kvp.Quest(kvp.UNLIMITED), kvp.Quest([2, kvp.UNLIMITED]), kvp.Quest(2)]
+    cache, outs = cache_of(policies, device), []
+    assert len(cache._groups) == 1
+    for at in range(90):
+        part = [x[:, :, at : at + 1] for x in (q, k, v)]
+        outs.append([cache.step(layer, *part) for layer in range(3)])
+        cache.advance()
+    full, mixed, two = (torch.cat([one[layer] for one in outs], 2) for layer in range(3))
+    close(full, expected(kvp.FULL, q, k, v, k[..., 0])[0])
+    torch.testing.assert_close(mixed[:, : HEADS // 2], two[:, : HEADS // 2])
+    torch.testing.assert_close(mixed[:, HEADS // 2 :], full[:, HEADS // 2 :])
+    scores = torch.randn(2, KV_HEADS, 90, device=device)
+    capped = kvp.Policy(kvp.Sink(16), kvp.Window(16), kvp.TopKBudget(20), kvp.QuestPages(100))
+    want, expiry = expected(kvp.KVpop(16, 16, 20), q, k, v, scores)
+    close(run(cache_of(capped, device), q, k, v, [50] + [1] * 40, scores=scores), want)
+    assert torch.equal(kvp.build_mask(capped, scores).expiry.cpu(), expiry)
+    with pytest.raises(ValueError, match="aggregate: 'sum' is not allowed"):
+        kvp.QuestPages(4, aggregate="sum")
+    with pytest.raises(ValueError, match="QuestPages: 0 is not allowed"):
+        kvp.Quest(0)
+    with pytest.raises(ValueError, match="QuestPages is not allowed"):
+        kvp.Policy(kvp.TopKBudget(3), kvp.AccumulatedMass(), kvp.QuestPages(4))

@@ -1,5 +1,4 @@
-"""The code of docs/pytorch.md, docs/transformers.md and of the package's README runs, and prints what the
-page says."""
+"""The code of PAGES in docs/ and of the package's README runs, and prints what the page says."""
 
 import importlib.util
 import pathlib
@@ -10,11 +9,12 @@ import sys
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
+PAGES = ("pytorch.md", "pytorch-parts.md", "transformers.md", "evaluation.md")
 
 
 def blocks():
     """{name: (code, output)} of the Python blocks; the README's is named readme."""
-    text = "".join((ROOT / "docs" / page).read_text() for page in ("pytorch.md", "transformers.md"))
+    text = "".join((ROOT / "docs" / page).read_text() for page in PAGES)
     found = {}
     for name, code in re.findall(r"<!-- pytest: ([\w-]+) -->\n```python\n(.*?)```", text, re.S):
         output = re.search(rf"<!-- pytest-output: {name} -->\n```text\n(.*?)```", text, re.S)

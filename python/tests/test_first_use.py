@@ -7,6 +7,7 @@ import sys
 import pytest
 import reference
 import torch
+from test_caches import DIM, KV_HEADS, cache_of, close, expected, rows, run
 
 import kvpolicy as kvp
 
@@ -21,6 +22,39 @@ struct Band {
     }
 };
 """
+# A scorer, on CUDA too: examples/recipes/own_scorer_on_cuda.cu.
+NORM = """
+struct SmallNorm {
+    static constexpr part_kind kind = part_kind::scorer;
+    static constexpr score_time when = score_time::on_arrival;
+    std::int32_t head_dim = 0;
+    std::size_t scratch_size() const { return 0; }
+    float score(std::int32_t, const float* key, const float*, float*) const {
+        float squares = 0.0f;
+        for (std::int32_t d = 0; d < head_dim; ++d) { squares += key[d] * key[d]; }
+        return -std::sqrt(squares);
+    }
+};
+#if defined(__CUDACC__)
+template <>
+struct kvpolicy::device_scorer<SmallNorm> : kvpolicy::warp_device_scorer<SmallNorm> {
+    template <class T>
+    __device__ static float score(const SmallNorm& scorer, std::int32_t, const T* key, const T*, std::int32_t,
+                                  std::int32_t) {
+        float squares = 0.0f;
+        for (int d = static_cast<int>(threadIdx.x) % 32; d < scorer.head_dim; d += 32) {
+            const auto x = static_cast<float>(key[d]);
+            squares += x * x;
+        }
+        return -sqrtf(kvpolicy::cuda_backend::warp_total(squares));
+    }
+};
+#endif
+"""
+
+
+def band(low=0.0, high=1.0):
+    return kvp.CppPart(BAND, f"Band{{{low}f, {high}f}}")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -37,7 +71,7 @@ def cache(tmp_path_factory):
 
 def test_a_struct_in_a_string(device, cache):
     scores = torch.randn(2, 3, S, device=device)
-    policy = kvp.Policy(kvp.Sink(1), kvp.Window(4), kvp.TopKBudget(5), kvp.CppPart(BAND, "Band{0.0f, 1.0f}"))
+    policy = kvp.Policy(kvp.Sink(1), kvp.Window(4), kvp.TopKBudget(5), band())
     mask = kvp.build_mask(policy, scores)
     want = [
         [reference.expiry_of(row.cpu(), 1, 4, 5, is_open=lambda z: 0 <= z <= 1) for row in sequence]
@@ -47,7 +81,7 @@ def test_a_struct_in_a_string(device, cache):
     number = len(list(cache.glob("*.so")))
     # Other run-time numbers take the same library; the compiled operator does, too.
     other = kvp.Policy(
-        kvp.Sink([0, 1, 2]), kvp.Window(3), kvp.TopKBudget(9), kvp.CppPart(BAND, "Band{0.0f, 1.0f}")
+        kvp.Sink([0, 1, 2]), kvp.Window(3), kvp.TopKBudget(9), band()
     )
     compiled = torch.compile(lambda z: kvp.build_mask(other, z).expiry, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(scores), kvp.build_mask(other, scores).expiry)
@@ -77,6 +111,103 @@ def test_a_source_compiles_for_cuda(monkeypatch):
     assert library.kvpolicy_build_mask is not None
 
 
+CUTS = [[40], [1] * 40, [7, 1, 20, 1, 1, 10]]
+
+
+@pytest.mark.parametrize("kind", ["fixed", "dual"])
+def test_a_cache_is_the_mask(kind, device):
+    """A gate of one's own under a budget, and keys at a stride beside a window."""
+    policy = kvp.Policy(kvp.Window(4), kvp.Stride(8))
+    if kind == "fixed":
+        policy = kvp.Policy(kvp.Sink([1, 2]), kvp.Window(4), kvp.TopKBudget(5), kvp.Decay(0.9), band())
+    q, k, v = rows(40, device=device)
+    scores = torch.rand(2, KV_HEADS, 40, device=device) * 2
+    for cuts in CUTS:
+        cache = cache_of(policy, device)
+        got = run(cache, q, k, v, cuts, scores=scores if kind == "fixed" else None)
+        want, expiry = expected_of(policy, q, k, v, scores)
+        close(got, want)
+        assert cache.usage(0, 1, 1).size == (expiry[1, 1] > 39).sum()
+    assert cache._groups[0].pooled == (kind == "dual")
+    blob = cache.snapshot(0)
+    cache.restore(1, blob)
+    assert cache.lengths() == [40, 40]
+
+
+def expected_of(policy, q, k, v, scores):
+    """As expected() of test_caches.py, with the mask of the device."""
+    expiry = kvp.build_mask(policy, scores).expiry.cpu()
+    return reference.attention(*(x.cpu().double() for x in (q, k, v)), expiry)[0], expiry
+
+
+def test_a_scorer_in_a_cache(device):
+    norm = kvp.CppPart(NORM, f"SmallNorm{{{DIM}}}")
+    policy = kvp.Policy(kvp.Sink(1), kvp.Window(4), kvp.TopKBudget(5), norm)
+    q, k, v = rows(40, device=device)
+    scores = -k.square().sum(-1).sqrt()
+    want = expected(kvp.KVpop(1, 4, 5), q, k, v, scores)[0]
+    for cuts in CUTS:
+        close(run(cache_of(policy, device), q, k, v, cuts), want)
+    cache = cache_of(policy, device)
+    with pytest.raises(ValueError, match="scores: are not allowed"):
+        cache.step(0, *(x[:, :, :1] for x in (q, k, v)), scores=scores[:, :, :1])
+    # Layers of other numbers are in the same library; drafts as with the package's policies.
+    other = kvp.Policy(kvp.Sink(0), kvp.Window(3), kvp.TopKBudget(2), policy.own_parts[0])
+    cache = cache_of([policy, other], device, max_draft_tokens=2)
+    assert len(cache._groups) == 1
+    for start, stop in ((0, 30), (30, 31)):
+        for layer, numbers in enumerate(((1, 4, 5), (0, 3, 2))):
+            part = [x[:, :, start:stop] for x in (q, k, v)]
+            want = expected(kvp.KVpop(*numbers), q, k, v, scores)[0][:, :, start:stop]
+            close(cache.prefill(layer, *part), want)
+        cache.advance()
+
+
+def test_generate_with_a_part(cache):
+    pytest.importorskip("transformers", minversion="5.0")
+    import kvpolicy.transformers as hf
+    from test_transformers import generate, model_of, tokens
+
+    model = model_of("llama")
+    part = kvp.CppPart(NORM, f"SmallNorm{{{DIM}}}")
+    own = hf.KVPolicyCache(model, kvp.Policy(kvp.Sink(1), kvp.Window(4), kvp.TopKBudget(5), part))
+    number = len(list(cache.glob("*.so")))
+
+    class Norm(torch.nn.Module):
+        def forward(self, k, v):
+            return -k.square().sum(-1).sqrt()
+
+    plain = hf.KVPolicyCache(model, kvp.KVpop(1, 4, 5, Norm()))
+    assert torch.equal(generate(model, tokens(30), own), generate(model, tokens(30), plain))
+    assert len(list(cache.glob("*.so"))) <= number + 1
+
+
+def test_a_damaged_folder(cache, capfd):
+    """A library that is cut off, and one without its sum, are compiled again; the time is printed."""
+    policy = kvp.Policy(kvp.Window(4), kvp.Stride(3))
+    want = kvp.build_mask(policy, torch.zeros(1, 1, 9)).expiry
+    compiled = "kvpolicy: compiled a policy with "
+    assert capfd.readouterr().err.count(compiled) == 1
+    newest = max(cache.glob("*.so"), key=lambda path: path.stat().st_mtime_ns)
+    whole = newest.read_bytes()
+    for damage in (
+        lambda: newest.write_bytes(whole[: len(whole) // 2]),
+        newest.with_suffix(".sum").unlink,
+        newest.unlink,
+    ):
+        kvp.first_use._library.cache_clear()
+        copy = newest.with_suffix(".copy")
+        newest.rename(copy)  # the library that this process has loaded keeps its bytes
+        newest.write_bytes(whole)
+        damage()
+        assert torch.equal(kvp.build_mask(policy, torch.zeros(1, 1, 9)).expiry, want)
+        assert capfd.readouterr().err.count(compiled) == 1
+        copy.unlink()
+    kvp.first_use._library.cache_clear()
+    kvp.build_mask(policy, torch.zeros(1, 1, 9))
+    assert compiled not in capfd.readouterr().err
+
+
 def test_another_process_finds_the_library(cache):
     code = (
         "import torch, kvpolicy as kvp\n"
@@ -97,10 +228,23 @@ def test_another_process_finds_the_library(cache):
 def test_refusals(cache):
     scores = torch.zeros(1, 2, 9)
     bad = kvp.Policy(kvp.Window(2), kvp.CppPart("struct Part { int x; };", "Part{1}"))
-    with pytest.raises(RuntimeError, match="docs/extend.md:\n(.|\n)*error"):
-        kvp.build_mask(bad, scores)
+    for call in (lambda: kvp.build_mask(bad, scores), lambda: cache_of(bad)):
+        with pytest.raises(RuntimeError, match="error: .*needs .static constexpr kvpolicy::part_kind kind"):
+            call()
+    typo = kvp.CppPart("\nstruct Part {\n    int x = y;\n};", "Part{}")
+    with pytest.raises(RuntimeError, match="^Policy: part 1:3:.* error: .*y.*docs/extend.md$"):
+        kvp.build_mask(kvp.Policy(kvp.Window(2), typo), scores)
     assert not list(cache.glob("*.[0-9]*"))
-    policy = kvp.Policy(kvp.Window(2), kvp.CppPart(BAND, "Band{0.0f, 1.0f}"))
+    own = kvp.Policy(kvp.Window(2), kvp.TopKBudget(3), kvp.Decay(0.9), band())
+    for mixed in (
+        kvp.Policy(kvp.Window(2), kvp.TopKBudget(3), band(), kvp.mLSTMScorer(KV_HEADS, DIM, delay=2)),
+        kvp.Policy(kvp.Window(2), kvp.TopKBudget(3), band(), kvp.QuestPages(4)),
+    ):
+        with pytest.raises(NotImplementedError, match="must be alone beside the package's parts"):
+            cache_of(mixed)
+    with pytest.raises(ValueError, match="needs a scorer or scores"):
+        run(cache_of(own), *rows(9), [9])
+    policy = kvp.Policy(kvp.Window(2), band())
     with pytest.raises(ValueError, match="NaN"):
         kvp.build_mask(policy, scores * float("nan"))
     with pytest.raises(TypeError, match="lengths: int64 is not allowed; it must be int32"):
