@@ -110,6 +110,7 @@ _CACHE = """
 #if defined(__CUDACC__)
 #define KVPOLICY_PYTHON_CUDA
 #define KVPOLICY_PYTHON_CUDA_TYPES float
+#include <kvpolicy/cuda.cuh>
 #endif
 #include <kvpolicy/policies/stride.hpp>
 #include <typed_cache.hpp>

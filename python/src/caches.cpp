@@ -1,4 +1,16 @@
 // The caches that are compiled ahead of time.
+#include <kvpolicy/caches/dual.hpp>
+#include <kvpolicy/caches/fixed_budget.hpp>
+#include <kvpolicy/scorers/mlstm.hpp>
+#include <kvpolicy/scorers/observed.hpp>
+#if defined(KVPOLICY_PYTHON_CUDA)
+#include <kvpolicy/caches/cuda/contiguous/dispatch_contiguous.cuh>
+#include <kvpolicy/caches/cuda/decode/dispatch_decode.cuh>
+#include <kvpolicy/caches/cuda/paged/dispatch_paged.cuh>
+#include <kvpolicy/caches/cuda/prefill/dispatch_prefill.cuh>
+#include <kvpolicy/scorers/cuda/mlstm/device_mlstm.cuh>
+#endif
+
 #include "shared_kernels.hpp"
 #include "typed_cache.hpp"
 

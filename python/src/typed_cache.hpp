@@ -1,5 +1,5 @@
 // The classes of the library behind AnyCache. caches.cpp makes the instances of the package of it, and
-// kvpolicy/first_use.py a policy with parts in C++.
+// kvpolicy/first_use.py a policy with parts in C++; both include the bodies of CUDA calls before.
 #pragma once
 
 #include <kvpolicy/caches/dual.hpp>
@@ -7,13 +7,6 @@
 #include <kvpolicy/policies/selection.hpp>
 #include <kvpolicy/scorers/mlstm.hpp>
 #include <kvpolicy/scorers/observed.hpp>
-#if defined(KVPOLICY_PYTHON_CUDA)
-#include <kvpolicy/caches/cuda/contiguous/dispatch_contiguous.cuh>
-#include <kvpolicy/caches/cuda/decode/dispatch_decode.cuh>
-#include <kvpolicy/caches/cuda/paged/dispatch_paged.cuh>
-#include <kvpolicy/caches/cuda/prefill/dispatch_prefill.cuh>
-#include <kvpolicy/scorers/cuda/mlstm/device_mlstm.cuh>
-#endif
 
 #include "caches.hpp"
 

@@ -455,7 +455,7 @@ def test_quest_of_layers_and_policies(device):
     capped = kvp.Policy(kvp.Sink(16), kvp.Window(16), kvp.TopKBudget(20), kvp.QuestPages(100))
     want, expiry = expected(kvp.KVpop(16, 16, 20), q, k, v, scores)
     close(run(cache_of(capped, device), q, k, v, [50] + [1] * 40, scores=scores), want)
-    assert torch.equal(kvp.build_mask(capped, scores).expiry.cpu(), expiry)
+    assert torch.equal(kvp.build_mask(capped, scores.cpu()).expiry, expiry)
     with pytest.raises(ValueError, match="aggregate: 'sum' is not allowed"):
         kvp.QuestPages(4, aggregate="sum")
     with pytest.raises(ValueError, match="QuestPages: 0 is not allowed"):

@@ -218,6 +218,20 @@ def test_received_attention_runs():
         generate(model, ids, hf.KVPolicyCache(model, kvp.H2O(6, 4)), prompt_lookup_num_tokens=3)
 
 
+def test_pages_are_selected():
+    """Quest reads all of a prompt, and the best pages of it in steps."""
+    model, ids = model_of("llama"), tokens(60)
+    plain = generate(model, ids)
+    assert torch.equal(generate(model, ids, hf.KVPolicyCache(model, kvp.Quest(kvp.UNLIMITED))), plain)
+    cache = hf.KVPolicyCache(model, kvp.Quest(2))
+    got = forward(model, cache, ids, [59, 1])
+    with torch.no_grad():
+        want = model(ids).logits
+    torch.testing.assert_close(got[:, :59], want[:, :59], rtol=1e-4, atol=1e-4)
+    assert (got[:, 59] - want[:, 59]).abs().max() > 1e-2
+    assert cache.cache.usage(0, 0, 0).size == 60
+
+
 def bounded(model, **options):
     scorers = scorers_of(model)
     return hf.KVPolicyCache(model, lambda layer: scorers.policy(layer, 6), **options)
