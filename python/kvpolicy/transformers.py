@@ -530,8 +530,8 @@ _observers = []
 
 @contextlib.contextmanager
 def observe_with(observe):
-    """Calls observe(query, key, value, scaling, soft cap) in each layer of a forward without a KVPolicyCache, where
-    the attention implementation is "kvpolicy"."""
+    """Calls observe(query, key, value, scaling, soft cap) in each layer of a forward without a KVPolicyCache,
+    where the attention implementation is "kvpolicy"."""
     _observers.append(observe)
     try:
         yield
