@@ -17,15 +17,21 @@ _CAUSAL = Mask(None)
 # ---- attend ------------------------------------------------------------------------------------------------
 
 
+def attend_into(out, lse, q, k, v, mask, sequences, numbers):
+    """attend, into given tensors. mask: (expiry, log_bias, bias_from); sequences: (lengths, starts,
+    cu_seqlens); numbers: (sm_scale, logits_soft_cap)."""
+    expiry, log_bias, bias_from = mask
+    mask = (_native.rows(expiry), _native.rows32(log_bias), bias_from)
+    _native.call("attend", q, q, k, v, mask, sequences, *numbers, out, lse)
+
+
 def _attend(q, k, v, expiry, log_bias, bias_from, lengths, starts, cu_seqlens, sm_scale, logits_soft_cap):
     make = _native.outputs_of(lengths)
     *sizes, _ = q.shape
     out = make(*sizes, v.shape[-1], dtype=q.dtype, device=q.device)
     lse = make(*sizes, dtype=torch.float32, device=q.device)
-    mask = (_native.rows(expiry), _native.rows32(log_bias), bias_from)
-    _native.call(
-        "attend", q, q, k, v, mask, (lengths, starts, cu_seqlens), sm_scale, logits_soft_cap, out, lse
-    )
+    mask, sequences = (expiry, log_bias, bias_from), (lengths, starts, cu_seqlens)
+    attend_into(out, lse, q, k, v, mask, sequences, (sm_scale, logits_soft_cap))
     return out, lse
 
 
@@ -34,6 +40,16 @@ def _attend_fake(q, k, v, *_others):
         torch.empty((*q.shape[:-1], v.shape[-1]), dtype=q.dtype, device=q.device),
         torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device),
     )
+
+
+def attend_backward_into(gradients, saved, q, k, v, mask, sequences, numbers):
+    """The gradients (d_q, d_k, d_v, d_log_bias) of attend, into given tensors. saved: (out, lse, d_out);
+    numbers: (sm_scale, logits_soft_cap, deterministic); the others as in attend_into."""
+    expiry, log_bias, bias_from = mask
+    mask = (_native.rows(expiry), _native.rows32(log_bias), bias_from)
+    out, lse, d_out = saved
+    saved = (out, lse, _native.rows(d_out))
+    _native.call("attend_backward", q, q, k, v, mask, sequences, *numbers, saved, gradients)
 
 
 def _attend_backward(
@@ -58,20 +74,10 @@ def _attend_backward(
     d_k, d_v = _native.empty_like(k), _native.empty_like(v)
     real = torch.float64 if q.dtype == torch.float64 else torch.float32
     d_log_bias = None if log_bias is None else _native.empty_like(log_bias, real)
-    mask = (_native.rows(expiry), _native.rows32(log_bias), bias_from)
-    _native.call(
-        "attend_backward",
-        q,
-        q,
-        k,
-        v,
-        mask,
-        (lengths, starts, cu_seqlens),
-        sm_scale,
-        logits_soft_cap,
-        deterministic,
-        (out, lse, _native.rows(d_out)),
-        (d_q, d_k, d_v, d_log_bias),
+    mask, sequences = (expiry, log_bias, bias_from), (lengths, starts, cu_seqlens)
+    numbers = (sm_scale, logits_soft_cap, deterministic)
+    attend_backward_into(
+        (d_q, d_k, d_v, d_log_bias), (out, lse, d_out), q, k, v, mask, sequences, numbers
     )
     if d_log_bias is None:
         return d_q, d_k, d_v, torch.empty(0, dtype=real, device=q.device)
@@ -103,19 +109,26 @@ def _attend_setup(ctx, inputs, output):
     ctx.set_materialize_grads(False)
 
 
+def with_lse_gradient(d_out, d_lse, out, v):
+    """(d_out, out, v) whose attend_backward has the gradient of lse, too.
+
+    d logit = P (<d_out, v> - <out, d_out> + d_lse). Eight more numbers per row add d_lse: the first is 0 in
+    v, -d_lse in out and 1 in d_out, the rest are 0."""
+    d_out = torch.zeros_like(out) if d_out is None else d_out
+    if d_lse is None:
+        return d_out, out, v
+    pad = torch.nn.functional.pad
+    v = pad(v, (0, 8))
+    out = pad(torch.cat((out, -d_lse[..., None].to(out.dtype)), -1), (0, 7))
+    return pad(pad(d_out, (0, 1), value=1.0), (0, 7)), out, v
+
+
 def _attend_gradient(ctx, d_out, d_lse):
     if d_out is None and d_lse is None:
         return (None,) * 4
     out, lse, q, k, v, *others = ctx.saved_tensors
     value_dim = v.shape[-1]
-    if d_lse is not None:
-        d_out = torch.zeros_like(out) if d_out is None else d_out
-        # d logit = P (<d_out, v> - <out, d_out> + d_lse). Eight more numbers per row add d_lse: the first is
-        # 0 in v, -d_lse in out and 1 in d_out, the rest are 0.
-        pad = torch.nn.functional.pad
-        v = pad(v, (0, 8))
-        out = pad(torch.cat((out, -d_lse[..., None].to(out.dtype)), -1), (0, 7))
-        d_out = pad(pad(d_out, (0, 1), value=1.0), (0, 7))
+    d_out, out, v = with_lse_gradient(d_out, d_lse, out, v)
     d_q, d_k, d_v, d_log_bias = _attend_backward_operator(
         d_out, out, lse, q, k, v, *others, *ctx.numbers, torch.are_deterministic_algorithms_enabled()
     )
