@@ -69,7 +69,8 @@ class Scorers(nn.Module):
 
     def save(self, path):
         """Writes a file that load reads; train_scorer and the example engine read those of mlp and mlstm.
-        Tensors are float32; bfloat16 for parameters of that dtype."""
+        Tensors are float32; bfloat16 for parameters of that dtype. With parameters that FSDP2 has sharded
+        every rank calls it, and rank 0 writes."""
         first = self.layers[0]
         low, high = self.gamma_range or (1.0, 1.0)
         metadata = {f"training.{key}": value for key, value in self.training_notes.items()}
@@ -97,8 +98,23 @@ class Scorers(nn.Module):
             tensors["score_quantiles"] = self.score_quantiles
         for name, tensor in tensors.items():
             kept = tensor.dtype if tensor.dtype == torch.bfloat16 else torch.float32
-            tensors[name] = tensor.detach().to("cpu", kept).contiguous()
+            tensors[name] = _whole(tensor.detach()).to("cpu", kept).contiguous()
+        sharded = any(hasattr(parameter, "full_tensor") for parameter in self.parameters())
+        if sharded and torch.distributed.get_rank() != 0:
+            return
         save_file(tensors, path, metadata={key: str(value) for key, value in metadata.items()})
+
+    def share(self, first, last):
+        """The scorers of KV heads `first` up to but not including `last`, with their decay: of one rank that
+        holds these. Parameters are copies."""
+        layers = [scorer.share(first, last) for scorer in self.layers]
+        part = Scorers(layers, window=self.window, sinks=self.sinks, gamma_range=self.gamma_range)
+        if self.alpha is not None:
+            part.alpha = nn.Parameter(self.alpha[:, first:last].detach().clone(), self.alpha.requires_grad)
+        if self.score_quantiles is not None:
+            part.score_quantiles = self.score_quantiles[:, first:last]
+        part.training_notes = dict(self.training_notes)
+        return part
 
     @classmethod
     def load(cls, path):
@@ -138,6 +154,11 @@ class Scorers(nn.Module):
             )
         scorers.load_state_dict({name: tensor.float() for name, tensor in tensors.items()})
         return scorers
+
+
+def _whole(tensor):
+    """All of a parameter, which FSDP2 may have sharded; every rank calls it."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def _metadata_of(scorer):

@@ -204,6 +204,21 @@ _GATE_TYPES = {
 }
 
 
+def _heads_of(part, first, last):
+    """A part of the KV heads `first` up to but not including `last`."""
+    stays = (1, last - first)
+    if isinstance(part, Decay):
+        log_gamma = part.log_gamma
+        return part if log_gamma.numel() in stays else Decay(log_gamma=log_gamma[first:last])
+    if isinstance(part, torch.nn.Module):
+        own = not hasattr(part, "share") or part.heads == last - first
+        return part if own else part.share(first, last)
+    if isinstance(part, ObservedScorer):
+        return part
+    (name, numbers), *_ = vars(part).items()
+    return part if len(numbers) in stays else dataclasses.replace(part, **{name: numbers[first:last]})
+
+
 class Policy:
     """Parts in any order, at most one of a kind: Sink, Window, TopKBudget, Decay, a gate, QuestPages, and a
     scorer (a torch.nn.Module of kvpolicy.scorers, any module that maps k and v to scores [B, Hkv, S], or what
@@ -276,6 +291,21 @@ class Policy:
         if gate is not None:
             return "gate_above" if gate.strict else "gate_at_least"
         return "top_k" if budget is not None else "window"
+
+    def share(self, first, last):
+        """The policy of KV heads `first` up to but not including `last`: of one rank that holds these. What
+        is one for all heads, or of last - first heads already, stays; so does a scorer without share()."""
+        if self.own_parts:
+            raise NotImplementedError(
+                f"policy: {self.own_parts[0]!r} is not allowed; it has no share of the heads"
+            )
+        whole_layer = isinstance(self.scorer, ObservedScorer) and self.scorer.numbers()[2]
+        if whole_layer:
+            raise NotImplementedError(
+                f"policy: {self.scorer!r} is not allowed on a share of the heads; with whole_layer it needs "
+                "the attention of all"
+            )
+        return Policy(*(_heads_of(part, first, last) for part in self.parts))
 
     @property
     def ranked(self):

@@ -4,6 +4,7 @@ Parameters have the names, shapes and order of the library's files (docs/trainin
 them as float32, whatever their dtype; their gradients have their dtype.
 """
 
+import copy
 import dataclasses
 from typing import Optional
 
@@ -181,6 +182,21 @@ class Scorer(nn.Module):
         rope = self.rope or _UNROTATED
         sizes = [*self.sizes(), rope.layout_number, rope.dims]
         return sizes, [self.gate_softcap, float(rope.base)], rope.frequencies
+
+    def share(self, first, last):
+        """The scorer of KV heads `first` up to but not including `last`: of one rank that holds these. Its
+        parameters are copies."""
+        if not 0 <= first < last <= self.heads:
+            raise ValueError(
+                f"heads: {first} to {last} are not allowed; they must be some of 0 to {self.heads}"
+            )
+        part = copy.copy(self)
+        part._parameters = {
+            name: None if p is None else nn.Parameter(p[first:last].detach().clone(), p.requires_grad)
+            for name, p in self._parameters.items()
+        }
+        part.heads = last - first
+        return part
 
     def _add(self, **shapes):
         for name, shape in shapes.items():
