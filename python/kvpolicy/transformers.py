@@ -10,6 +10,7 @@ import functools
 import weakref
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 
 from kvpolicy.caches import FULL, Cache, observes, unscored
 from kvpolicy.files import Scorers
@@ -87,8 +88,9 @@ class KVPolicyCache(_TransformersCache):
     Positions are logical: get_seq_length() is the number of tokens seen, padding included. The first tokens
     set the batch, dtype and device. Left-padded batches, chunks of a prompt, beams (reorder_cache) and
     assisted decoding (activate_past_recording and crop: drafts evict when they are accepted) are supported;
-    output_attentions, dropout, gradients and 4D masks are not. Raises ValueError, TypeError, RuntimeError or
-    NotImplementedError with one sentence.
+    output_attentions, dropout, gradients and 4D masks are not. Of a model under tensor parallelism (`model`,
+    not its config) each process caches its own KV heads, and takes their share of per-head numbers and of
+    scorers. Raises ValueError, TypeError, RuntimeError or NotImplementedError with one sentence.
     """
 
     def __init__(
@@ -106,6 +108,9 @@ class KVPolicyCache(_TransformersCache):
         config = config.get_text_config(decoder=True)
         self.windows = _windows_of(config)
         self.policies = _policies_of(policy, self.windows, full_layers)
+        self.heads = _heads_of(model, config)
+        if self.heads is not None:
+            self.policies = [one.share(*self.heads) for one in self.policies]
         self.max_draft_tokens, self.storage = max_draft_tokens, storage
         self.max_length = max_length or getattr(config, "max_position_embeddings", None) or 32768
         config._attn_implementation = NAME
@@ -122,7 +127,7 @@ class KVPolicyCache(_TransformersCache):
         the most entries per head, sinks and window included; options are those of the class."""
         scorers = Scorers.load(path).requires_grad_(False)
         config = getattr(model, "config", model).get_text_config(decoder=True)
-        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        heads = _kv_heads_of(config)
         found = (len(scorers.layers), scorers.layers[0].heads)
         if found != (config.num_hidden_layers, heads):
             raise ValueError(
@@ -135,6 +140,9 @@ class KVPolicyCache(_TransformersCache):
                 f"budget: {budget} is not allowed; it must be at least sinks + window = "
                 f"{scorers.sinks + scorers.window}"
             )
+        share = _heads_of(model, config)
+        if share is not None:
+            scorers = scorers.share(*share)
         if isinstance(model, torch.nn.Module):
             scorers.to(model.device)
         return cls(model, lambda layer: scorers.policy(layer, long_range), **options)
@@ -206,6 +214,11 @@ class KVPolicyCache(_TransformersCache):
         """Before the first layer: earlier drafts count as accepted; the first tokens make the cache."""
         if self._drafts:
             self._accept(self._drafts)
+        if self.heads is not None and k.shape[1] != self.heads[1] - self.heads[0]:
+            raise ValueError(
+                f"k.size(1): {k.shape[1]} is not allowed; by the shard of its weights this process has KV "
+                f"heads {self.heads[0]} to {self.heads[1] - 1}"
+            )
         if self.cache is None:
             self._numbers = numbers
             sm_scale, logits_soft_cap = numbers
@@ -374,6 +387,37 @@ class KVPolicyCache(_TransformersCache):
         """Each sequence `repeats` times."""
         if self.cache is not None:
             self.batch_select_indices(torch.arange(self.cache.sequences).repeat_interleave(repeats))
+
+
+def _kv_heads_of(config):
+    return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+
+
+def _heads_of(model, config):
+    """(first, last): the KV heads that this process has of a model under tensor parallelism; None: all. The
+    weight of a key projection says it, a DTensor that is sharded by its rows."""
+    if not isinstance(model, torch.nn.Module):
+        return None
+    weights = (weight for name, weight in model.named_parameters() if name.endswith("k_proj.weight"))
+    weight = next(weights, None)
+    mesh = getattr(weight, "device_mesh", None)
+    if mesh is None:
+        return None
+    if "tp" in (mesh.mesh_dim_names or ()):
+        dim = mesh.mesh_dim_names.index("tp")
+    elif mesh.ndim > 1 or any(isinstance(module, FSDPModule) for module in model.modules()):
+        return None  # FSDP gathers weights, so each process has all heads
+    else:
+        dim = 0
+    rank, ranks, heads = mesh.get_local_rank(dim), mesh.size(dim), _kv_heads_of(config)
+    if not weight.placements[dim].is_shard(0) or ranks == 1:
+        return None
+    if heads % ranks:
+        raise ValueError(
+            f"tensor parallelism of {ranks} processes is not allowed; their number must divide the {heads} "
+            "KV heads"
+        )
+    return rank * heads // ranks, (rank + 1) * heads // ranks
 
 
 def _windows_of(config):
