@@ -1,4 +1,4 @@
-"""The code of PAGES in docs/ and of the package's README runs, and prints what the page says."""
+"""The code of the pages about Python and of the package's README runs, and prints what the page says."""
 
 import importlib.util
 import pathlib
@@ -9,7 +9,7 @@ import sys
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
-PAGES = ("pytorch.md", "pytorch-parts.md", "transformers.md", "evaluation.md")
+PAGES = ("pytorch.md", "pytorch-parts.md", "transformers.md", "several-gpus.md", "evaluation.md")
 
 
 def blocks():
@@ -28,10 +28,15 @@ def blocks():
 @pytest.mark.parametrize("name", blocks())
 def test_page(name, tmp_path):
     code, output = blocks()[name]
-    if "import transformers" in code and importlib.util.find_spec("transformers") is None:
-        pytest.skip("no transformers")
+    for needs, text in (("transformers", "import transformers"), ("accelerate", "DistributedConfig")):
+        if text in code and importlib.util.find_spec(needs) is None:
+            pytest.skip(f"no {needs}")
+    command = [sys.executable]
+    if "init_process_group" in code:
+        command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    (tmp_path / "page.py").write_text(code)
     ran = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
+        [*command, "page.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
     )
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout == output
