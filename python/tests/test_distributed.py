@@ -398,7 +398,7 @@ class Gated(torch.nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.gate = kvp.WriteGateScorer(3, 16, 8, rope=None)
+        self.gate = kvp.WriteGateScorer(3, 16, 8, rope=kvp.Rope())
         torch.nn.init.normal_(self.gate.w2)
 
     def forward(self, q, k, v):
