@@ -400,8 +400,8 @@ class Cache:
             tokens = torch.full((self.sequences,), tokens, dtype=torch.int32, device=self.device)
         elif tokens.shape != (self.sequences,):
             raise ValueError(
-                f"tokens: shape {tuple(tokens.shape)} is not allowed; it must be [{self.sequences}], a number "
-                "per sequence"
+                f"tokens: shape {tuple(tokens.shape)} is not allowed; it must be [{self.sequences}], one "
+                "number per sequence"
             )
         workspace = self._workspace_for(group, self.sequences, max(2, self.max_draft_tokens))
         group.taken = max(group.taken, self.max_draft_tokens)
