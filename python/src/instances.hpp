@@ -57,12 +57,9 @@ using scorer_types =
 using score_types = std::conditional_t<on_cuda, types<float>, types<float, double>>;
 using distill_types = std::conditional_t<on_cuda, scorer_types, score_types>;
 
-// Calls a macro with each type of rows or of scores that a source is compiled for. CMake sets
-// KVPOLICY_PYTHON_TYPE where a source is compiled once per type, and for the smallest of CUDA the list.
-#if defined(KVPOLICY_PYTHON_FOR_ROWS)
-#elif defined(KVPOLICY_PYTHON_TYPE)
-#define KVPOLICY_PYTHON_FOR_ROWS(instance) instance(KVPOLICY_PYTHON_TYPE)
-#else
+// Calls a macro with each type of rows or of scores that a source is compiled for. CMake defines the first
+// where it compiles a source for some types at a time.
+#if !defined(KVPOLICY_PYTHON_FOR_ROWS)
 #define KVPOLICY_PYTHON_FOR_ROWS(instance) instance(bf16) instance(fp16) instance(float) instance(double)
 #endif
 #if defined(KVPOLICY_PYTHON_CUDA)
