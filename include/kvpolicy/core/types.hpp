@@ -49,13 +49,21 @@ struct bf16 {
     }
 };
 
-/// IEEE half precision, rounded to nearest even. Same layout as __half.
+/// IEEE half precision, rounded to nearest even. Same layout as __half. A device converts by one instruction,
+/// whose NaNs have other bits.
 struct fp16 {
     std::uint16_t bits;
 
     fp16() = default;
     KVPOLICY_HOST_DEVICE explicit constexpr fp16(float value) : bits(round(value)) {}
     KVPOLICY_HOST_DEVICE constexpr explicit operator float() const {
+#if defined(__CUDA_ARCH__)
+        if (!__builtin_is_constant_evaluated()) {
+            float value;
+            asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+            return value;
+        }
+#endif
         const std::uint32_t sign = static_cast<std::uint32_t>(bits & 0x8000u) << 16;
         const std::uint32_t exponent = (bits >> 10) & 0x1fu;
         std::uint32_t mantissa = bits & 0x3ffu;
@@ -72,6 +80,13 @@ struct fp16 {
 
   private:
     KVPOLICY_HOST_DEVICE static constexpr std::uint16_t round(float value) {
+#if defined(__CUDA_ARCH__)
+        if (!__builtin_is_constant_evaluated()) {
+            std::uint16_t half;
+            asm("cvt.rn.f16.f32 %0, %1;" : "=h"(half) : "f"(value));
+            return half;
+        }
+#endif
         const std::uint32_t u = __builtin_bit_cast(std::uint32_t, value);
         const std::uint32_t sign = (u >> 16) & 0x8000u;
         const std::uint32_t magnitude = u & 0x7fffffffu;
