@@ -119,6 +119,17 @@ def test_scorers(kind, gated, cuts, device):
     close(got, expected(policy, q, k, v, scores(k.cpu(), v.cpu()))[0])
 
 
+def test_caches_of_both_devices_in_one_process(device):
+    """The modules of the CPU and of CUDA have classes of one name."""
+    policy, (q, k, v) = kvp.Quest(2), rows(40)
+    outs = [
+        run(cache_of(policy, where), *(x.to(where) for x in (q, k, v)), [30] + [1] * 10)
+        for where in ("cpu", device, "cpu")
+    ]
+    close(outs[1], outs[0].double())
+    assert torch.equal(outs[0], outs[2])
+
+
 def test_layers_of_different_policies(device):
     policies = [kvp.StreamingLLM(1, 4), kvp.FULL, kvp.KVpop(0, 3, 5), kvp.SPKV(6)]
     cache = cache_of(policies, device)
