@@ -1,6 +1,6 @@
 """Decode steps of a model of transformers as one CUDA graph, for KVPolicyCache.
 
-A step of one token through Python launches about 20 kernels per layer, which takes longer than they run. The
+A step of one token through Python launches about 40 kernels per layer, which takes longer than they run. The
 graph is captured from the model's own forward, at its second step, and serves all later steps: entries,
 lengths and policies are in device memory, and the library's grids depend on capacities alone.
 
