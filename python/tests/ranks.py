@@ -1,5 +1,6 @@
 """Processes of one process group that run functions of the tests."""
 
+import os
 import traceback
 
 import torch
@@ -13,6 +14,8 @@ def _serve(rank, ranks, backend, store, pipe):
     torch.set_num_threads(1)
     if backend == "nccl":
         torch.cuda.set_device(rank)
+    else:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # transformers shards a model over GPUs where it sees some
     dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=ranks)
     while (task := pipe.recv()) is not None:
         function, arguments = task

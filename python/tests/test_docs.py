@@ -1,6 +1,7 @@
 """The code of the pages about Python and of the package's README runs, and prints what the page says."""
 
 import importlib.util
+import os
 import pathlib
 import re
 import subprocess
@@ -31,12 +32,19 @@ def test_page(name, tmp_path):
     for needs, text in (("transformers", "import transformers"), ("accelerate", "DistributedConfig")):
         if text in code and importlib.util.find_spec(needs) is None:
             pytest.skip(f"no {needs}")
-    command = [sys.executable]
+    command, environment = [sys.executable], dict(os.environ)
     if "init_process_group" in code:
         command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+        environment["CUDA_VISIBLE_DEVICES"] = ""  # the page's group is one of the CPU
     (tmp_path / "page.py").write_text(code)
     ran = subprocess.run(
-        [*command, "page.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
+        [*command, "page.py"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout == output
