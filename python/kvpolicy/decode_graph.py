@@ -193,9 +193,9 @@ def _weights_of(model):
                 return None
     addresses = []
     for tensor in itertools.chain(model.parameters(), model.buffers()):
-        if tensor.device != model.device:
+        if hasattr(tensor, "device_mesh") or tensor.device != model.device:
             return None
-        addresses.append(getattr(tensor, "_local_tensor", tensor).data_ptr())  # of a DTensor its shard
+        addresses.append(tensor.data_ptr())
     return addresses
 
 
