@@ -297,8 +297,8 @@ int active_clusters(int blocks, int threads, std::size_t shared_bytes) {
     return clusters;
 }
 
-/// The most blocks of a kernel, up to `most` and always of these sizes, that a device runs as a cluster; 1: it
-/// has no clusters, or no space for one (a part of a GPU, as with MIG and MPS).
+/// The most blocks of a kernel, up to `most` and always of these sizes, that a device runs as a cluster; 1:
+/// it has no clusters, or no space for one (a part of a GPU, as with MIG and MPS).
 template <auto Kernel>
 int largest_cluster(const device_scope& device, int most, int threads, std::size_t shared_bytes) {
     if (!runs_as_hopper<Kernel>(device)) {
