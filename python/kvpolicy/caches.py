@@ -527,7 +527,7 @@ class Cache:
     def marks(self):
         """What calls count here; rewind(marks) takes back the calls of a capture, which run nothing."""
         counts = [(group.reserved, group.taken, group.longest) for group in self._groups]
-        return counts, self._called and dict(self._called)
+        return counts, None if self._called is None else dict(self._called)
 
     def rewind(self, marks):
         for group, counts in zip(self._groups, marks[0]):
@@ -582,7 +582,8 @@ class Cache:
         return b"".join(struct.pack("<q", len(blob)) + blob for blob in blobs)
 
     def restore(self, sequence, blob):
-        """Writes a snapshot of a cache with the same policies and shape to a sequence."""
+        """Writes a snapshot of a cache with the same policies and shape to a sequence. A damaged one leaves
+        it as it was, or empty where some layers only have taken a token."""
         parts, at = [], 0
         for _ in self._groups:
             size = struct.unpack_from("<q", blob, at)[0] if len(blob) >= at + 8 else -1
@@ -592,17 +593,23 @@ class Cache:
             raise ValueError(
                 f"blob: {len(blob)} bytes are not allowed; they must be a snapshot of such a cache"
             )
+        between = not self._called  # two tokens: the sequence can be saved
+        if self._called:
+            self._called = None  # as in clear()
         done = []
         for group, part in zip(self._groups, parts):
-            before = group.call("snapshot", sequence) if len(self._groups) > 1 else None
+            before = group.call("snapshot", sequence) if len(self._groups) > 1 and between else None
             group.reserved, group.longest = 0, self.max_length  # at most
             try:
                 group.whole("restore", sequence, part)
             except Exception:
-                for other, old in done:  # a damaged blob leaves the sequence as it was
+                for other, old in done:
                     other.whole("restore", sequence, old)
+                if not between:
+                    self.clear(sequence)
                 raise
-            done.append((group, before))
+            if before is not None:
+                done.append((group, before))
 
     def lengths(self, layer=0):
         """Tokens seen by each sequence. On CUDA it waits for the stream."""

@@ -7,19 +7,22 @@ lengths and policies are in device memory, and the library's grids depend on cap
 Why no torch.compile: generate() compiles the forward for a cache that says is_compileable. Dynamo would then
 trace KVPolicyCache, whose lengths and order of layers are numbers of Python, recompile where they change, and
 take a minute per model and batch; the hooks differ between transformers 4.57 and 5. The forward of a model is
-the same contract in all of them, and in a loop of one's own. So the model's forward is replaced by one that
-asks the cache that it is given.
+the same contract in all of them, and in a loop of one's own. So the forward of the model's class is replaced
+by one that asks the cache that it is given. (A forward of the model alone would be a cycle of references,
+which keeps its weights until the garbage collector runs, and replicas would call the original's.)
 """
 
 import contextlib
 import functools
 import inspect
 import itertools
-import types
 import warnings
 
 import torch
 from transformers import PreTrainedModel
+
+from kvpolicy.policy import CppPart, ObservedScorer
+from kvpolicy.scorers import Scorer
 
 _CACHE_NAMES = ("past_key_values", "cache")  # until 5.40, and from 5.24 on
 _POSITIONS = {"position_ids": (1, 1), "cache_position": (1,)}  # their shapes in a step; the second until 4.57
@@ -28,16 +31,15 @@ _PLAIN = (bool, int, float, str)
 
 
 def serve(model):
-    """Makes the model's forward ask its cache for a graph. Returns whether it does: a decoder for text, whose
-    forward takes positions, and that nobody else has replaced."""
-    if not isinstance(model, PreTrainedModel):
+    """Makes the forward of the model's class ask its cache for a graph. Returns whether it does: that of a
+    decoder for text, which takes positions, and which nobody else has replaced."""
+    if not isinstance(model, PreTrainedModel) or "forward" in vars(model):
         return False
     if model.config.get_text_config(decoder=True) is not model.config:
         return False
-    replaced = vars(model).get("forward")
-    if replaced is not None:
-        return hasattr(replaced, "asks_for_graph")
     own = type(model).forward
+    if hasattr(own, "asks_for_graph") and "forward" in vars(type(model)):
+        return True
     names = list(inspect.signature(own).parameters)[1:]
     if names[0] != "input_ids" or "position_ids" not in names:
         return False
@@ -47,12 +49,13 @@ def serve(model):
     def forward(self, *args, **kwargs):
         cache = next((kwargs[name] for name in _CACHE_NAMES if kwargs.get(name) is not None), None)
         graph = getattr(cache, "decode_graph", None)
-        if graph is None or len(args) > 1 or torch.compiler.is_compiling():
+        inherited = type(self).forward is not forward
+        if graph is None or inherited or len(args) > 1 or torch.compiler.is_compiling():
             return own(self, *args, **kwargs)
         return graph(self, functools.partial(own, self), cache, dict(zip(names, args), **kwargs), positions)
 
     forward.asks_for_graph = True
-    model.forward = types.MethodType(forward, model)  # copies of the model bind it to themselves
+    type(model).forward = forward
     return True
 
 
@@ -62,8 +65,8 @@ class DecodeGraph:
     A forward that a graph cannot serve runs as it is: a prompt, drafts, gradients, autocast, arguments other
     than ids, mask and positions, outputs other than logits, hooks of the caller, weights on several devices,
     and a step that waits for the GPU or whose capture fails. The first step of a kind runs as it is too.
-    Weights are read where they lay at the capture: a forward that is no step makes the next one compare. The
-    logits of a step are a copy.
+    Weights of model and scorers are read where they lay at the capture, and settings of modules are those of
+    the capture: a forward that is no step makes the next one compare. The logits of a step are a copy.
     """
 
     def __init__(self):
@@ -73,7 +76,7 @@ class DecodeGraph:
 
     def _drop(self):
         self._warm = self._output = self._fields = None
-        self._graph = self._kind = self._static = self._logits = self._memory = self._weights = None
+        self._graph = self._kind = self._static = self._logits = self._memory = self._state = None
 
     def __call__(self, model, run, cache, arguments, positions):
         """run(**arguments), the model's own forward; `positions` are those of _POSITIONS that it takes."""
@@ -103,7 +106,7 @@ class DecodeGraph:
         if kind != self._kind or any(a is not b for a, b in zip(self._memory, cache.step_memory())):
             return False
         if not self._compared:
-            self._compared = _weights_of(model) == self._weights
+            self._compared = _state_of(model, cache) == self._state
         return self._compared
 
     def _warm_up(self, run, cache, kind, arguments):
@@ -121,8 +124,8 @@ class DecodeGraph:
         return output
 
     def _capture(self, model, run, cache, kind, tensors, arguments):
-        weights, marks = _weights_of(model), cache.marks()
-        if weights is None:
+        state, marks = _state_of(model, cache), cache.marks()
+        if state is None:
             self._refused.add(kind)
             return False
         with torch.inference_mode(False):  # later steps write them in any mode
@@ -134,6 +137,7 @@ class DecodeGraph:
         try:
             with (
                 torch.cuda.device(cache.device),
+                torch.cuda.stream(torch.cuda.current_stream(cache.device)),  # after a failure, too
                 torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"),
             ):
                 logits = run(**others, **static).logits
@@ -145,7 +149,7 @@ class DecodeGraph:
         finally:
             cache.rewind(marks)  # the capture has run nothing
         self._graph, self._kind, self._static, self._logits = graph, kind, static, logits
-        self._memory, self._weights, self._compared = cache.step_memory(), weights, True
+        self._memory, self._state, self._compared = cache.step_memory(), state, True
         return True
 
 
@@ -174,7 +178,8 @@ def _step_of(model, cache, arguments, positions):
             return None
     mask = tensors.get("attention_mask")
     if mask is not None:
-        if mask.dim() != 2:
+        # Without positions a model may count those of the mask (OPT), of which the graph sees one column.
+        if mask.dim() != 2 or not any(name in tensors for name in _POSITIONS):
             return None
         tensors["attention_mask"] = mask[:, -1:]  # the new token's: it keeps its shape
     # What a model would make of the cache's length, a number of Python.
@@ -185,18 +190,44 @@ def _step_of(model, cache, arguments, positions):
     return (*sorted(plain, key=lambda pair: pair[0]), *sorted(shapes, key=lambda shape: shape[0])), tensors
 
 
-def _weights_of(model):
-    """The addresses of what a step of the model reads; None where no graph may read it."""
+def _state_of(model, cache):
+    """What a graph of a step has of the model and of the cache's scorers: addresses of weights, and settings
+    of modules (adapters in use, factors). None where no graph may read them."""
+    found = []
     for module in model.modules():
         for hook in itertools.chain(module._forward_hooks.values(), module._forward_pre_hooks.values()):
             if not str(getattr(hook, "__module__", "")).startswith("transformers."):
                 return None
-    addresses = []
-    for tensor in itertools.chain(model.parameters(), model.buffers()):
-        if hasattr(tensor, "device_mesh") or tensor.device != model.device:
-            return None
-        addresses.append(tensor.data_ptr())
-    return addresses
+        settings = (
+            (name, _plain(value))
+            for name, value in vars(module).items()
+            if name not in _TENSORS_OF_MODULES and "hooks" not in name
+        )
+        found.append([setting for setting in settings if setting[1] is not None])
+    scorers = [policy.scorer for policy in cache.policies]
+    scorers = [one for one in scorers if one is not None and not isinstance(one, (ObservedScorer, CppPart))]
+    if not all(isinstance(scorer, Scorer) for scorer in scorers):
+        return None  # one of the caller's may have a state in Python
+    for module in (model, *scorers):
+        for tensor in itertools.chain(module.parameters(), module.buffers()):
+            if tensor.device != model.device:
+                return None
+            found.append(getattr(tensor, "_local_tensor", tensor).data_ptr())  # of a DTensor its shard
+    return found
+
+
+_TENSORS_OF_MODULES = frozenset(("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"))
+
+
+def _plain(value):
+    """A copy of a setting that is a number, a text, or a container of such; None for all else."""
+    if isinstance(value, _PLAIN):
+        return value
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_plain, value))
+    if isinstance(value, dict):
+        return tuple((key, _plain(one)) for key, one in value.items() if isinstance(key, _PLAIN))
+    return None
 
 
 @contextlib.contextmanager

@@ -356,12 +356,22 @@ class KVPolicyCache(_TransformersCache):
         return self._seen, [self.cache.snapshot(sequence) for sequence in range(sequences)]
 
     def restore(self, state):
-        """Goes back to a snapshot of this cache."""
+        """Goes back to a snapshot of this cache. A damaged one leaves all sequences as they were, or empty
+        after a forward that failed."""
         seen, blobs = state
         if self.cache is None or len(blobs) != self.cache.sequences:
             raise ValueError(f"state: {len(blobs)} sequences are not allowed; they must be this cache's own")
-        for sequence, blob in enumerate(blobs):
-            self.cache.restore(sequence, blob)
+        before = None if self._next else [self.cache.snapshot(sequence) for sequence in range(len(blobs))]
+        try:
+            for sequence, blob in enumerate(blobs):
+                self.cache.restore(sequence, blob)
+        except Exception:
+            if before is None:
+                self.reset()
+            else:
+                for sequence, blob in enumerate(before):
+                    self.cache.restore(sequence, blob)
+            raise
         self._seen, self._drafts, self._next = seen, 0, 0
 
     def reorder_cache(self, beam_idx):

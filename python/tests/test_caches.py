@@ -473,3 +473,32 @@ def test_quest_of_layers_and_policies(device):
         kvp.Quest(0)
     with pytest.raises(ValueError, match="QuestPages is not allowed"):
         kvp.Policy(kvp.TopKBudget(3), kvp.AccumulatedMass(), kvp.QuestPages(4))
+
+
+def test_a_restored_sequence_goes_on_after_a_call_that_failed():
+    q, k, v = rows(6, batch=1)
+    cache = cache_of([kvp.StreamingLLM(1, 5), kvp.FULL], sequences=1)
+    for layer in range(2):
+        cache.prefill(layer, q, k, v)
+    cache.advance()
+    blob = cache.snapshot(0)
+    cache.prefill(0, q, k, v)  # and no layer 1
+    cache.restore(0, blob)
+    for layer in range(2):
+        cache.step(layer, q[:, :, :1], k[:, :, :1], v[:, :, :1])
+    cache.advance()
+    assert cache.lengths(0) == cache.lengths(1) == [7]
+
+
+def test_marks_are_a_copy():
+    q, k, v = rows(1, batch=1)
+    cache = cache_of([kvp.FULL, kvp.FULL], sequences=1)
+    for layer in range(2):
+        cache.step(layer, q, k, v)
+    cache.advance()
+    marks = cache.marks()
+    cache.step(0, q, k, v)
+    cache.rewind(marks)
+    with pytest.raises(ValueError, match="advance"):
+        cache.step(0, q, k, v)
+        cache.advance()

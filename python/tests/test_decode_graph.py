@@ -1,6 +1,7 @@
 """Decode steps as a CUDA graph: the same tokens as steps that Python launches."""
 
 import copy
+import gc
 import inspect
 import weakref
 
@@ -9,6 +10,7 @@ import torch
 from test_transformers import FAMILIES, generate, hf, model_of, scorers_of, tokens
 
 import kvpolicy as kvp
+from kvpolicy import decode_graph
 
 pytestmark = pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated")
 on_a_gpu = pytest.mark.skipif(
@@ -177,12 +179,17 @@ def test_what_no_graph_serves():
 
 
 def test_the_models_forward():
-    """It keeps its signature, and a copy of the model is a model of its own."""
+    """It keeps its signature, and a copy of the model is a model of its own, as is one of a subclass."""
     model = model_of("llama")
     signature = inspect.signature(model.forward)
     cache = hf.KVPolicyCache(model, kvp.StreamingLLM(1, 6))
-    assert cache.decode_graph is not None and "forward" in vars(model)
+    assert cache.decode_graph is not None and "forward" not in vars(model)
+    own = type(model).forward
+    assert hf.KVPolicyCache(model, kvp.FULL).decode_graph is not None and type(model).forward is own
     assert inspect.signature(model.forward) == signature
+    below = type("Below", (type(model),), {})(model.config).eval()
+    assert hf.KVPolicyCache(below, kvp.FULL).decode_graph is not None and type(below).forward is not own
+    generate(below, tokens(20), hf.KVPolicyCache(below, kvp.StreamingLLM(1, 6)))
     twin = copy.deepcopy(model)
     assert twin.forward.__self__ is twin
     ids = tokens(20)
@@ -207,3 +214,55 @@ def test_a_dropped_cache_goes_at_once():
     held = weakref.ref(cache.cache)
     del cache
     assert held() is None
+
+
+def test_a_dropped_model_goes_at_once():
+    model = model_of("llama")
+    hf.KVPolicyCache(model, kvp.FULL)
+    weight = weakref.ref(model.lm_head.weight)
+    gc.collect()
+    gc.disable()
+    try:
+        del model
+        assert weight() is None
+    finally:
+        gc.enable()
+
+
+def test_what_a_graph_has_of_a_model():
+    """Other adapters, factors or scorers make another graph; a prompt and steps do not."""
+    model = model_of("llama")
+    mlp = scorers_of(model, "mlp")
+    cache = hf.KVPolicyCache(model, lambda layer: mlp.policy(layer, 6))
+    generate(model, tokens(20), cache)
+    before = decode_graph._state_of(model, cache)
+    cache.reset()
+    generate(model, tokens(30), cache)
+    assert decode_graph._state_of(model, cache) == before
+    model.model.layers[1].mlp.scaling = {"default": 2.0}
+    changed = decode_graph._state_of(model, cache)
+    assert changed != before
+    model.model.layers[1].mlp.scaling["default"] = 3.0
+    assert decode_graph._state_of(model, cache) != changed
+    mlp.layers[0].w1 = torch.nn.Parameter(mlp.layers[0].w1.clone())
+    assert decode_graph._state_of(model, cache)[-20:] != changed[-20:]
+
+    class Mine(torch.nn.Module):
+        def forward(self, k, v):
+            return k.float().sum(-1)
+
+    own = hf.KVPolicyCache(model, kvp.Policy(kvp.Window(4), kvp.TopKBudget(6), Mine()))
+    assert decode_graph._state_of(model, own) is None
+
+
+@on_a_gpu
+def test_a_mask_without_positions():
+    """Some models count the positions of a mask, of which a graph sees one column."""
+    model = on_gpu("llama")
+    cache, ids = bounded(model), tokens(30, batch=2).cuda()
+    with torch.no_grad():
+        model(ids[:, :20], past_key_values=cache)
+        for at in range(20, 30):
+            mask = torch.ones(2, at + 1, dtype=torch.long, device="cuda")
+            model(ids[:, at : at + 1], attention_mask=mask, past_key_values=cache)
+    assert captured(cache) is None and cache.cache.lengths() == [30, 30]

@@ -456,3 +456,33 @@ def test_the_text_of_the_example_with_smollm2():
     cache = hf.KVPolicyCache(model, kvp.StreamingLLM(4, 28))
     out = generate(model, ids, cache, max_new_tokens=40, pad_token_id=0)
     assert tokenizer.decode(out[0, ids.shape[1] :]) == ANSWER
+
+
+def test_a_damaged_state_restores_nothing():
+    model, ids = model_of("llama"), tokens(12, batch=2)
+    cache = hf.KVPolicyCache(model, kvp.StreamingLLM(1, 6))
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+        seen, blobs = cache.snapshot()
+        model(ids[:, :3], past_key_values=cache)
+        with pytest.raises(ValueError):
+            cache.restore((seen, [blobs[0], blobs[1][:-9]]))
+        assert cache.get_seq_length() == 15 and cache.cache.lengths() == [15, 15]
+        cache.restore((seen, blobs))
+        model(ids[:, :1], past_key_values=cache)
+        assert cache.get_seq_length() == 13 and cache.cache.lengths() == [13, 13]
+        # A forward that fails behind its first layer.
+        handle = model.model.layers[1].register_forward_pre_hook(lambda *_: 1 / 0)
+        for damaged in (False, True):
+            with pytest.raises(ZeroDivisionError):
+                model(ids[:, :2], past_key_values=cache)
+            if damaged:
+                with pytest.raises(ValueError):
+                    cache.restore((seen, [blobs[0], blobs[1][:-9]]))
+                assert cache.get_seq_length() == 0 and cache.cache.lengths() == [0, 0]
+            else:
+                cache.restore((seen, blobs))
+                assert cache.get_seq_length() == 12 and cache.cache.lengths() == [12, 12]
+        handle.remove()
+        model(ids, past_key_values=cache)
+    assert cache.cache.lengths() == [12, 12]
