@@ -51,9 +51,11 @@ def call(name, like, *arguments):
 
 def rows(tensor):
     """A tensor of one number per token whose last dimension is contiguous: a copy if need be."""
-    if tensor is None or tensor.is_contiguous() or tensor.stride(-1) == 1:
-        return tensor
-    return tensor.contiguous()
+    if tensor is None:
+        return None
+    if tensor.numel() == 0:  # contiguous for torch whatever its strides, those of an expanded number too
+        return empty_like(tensor)
+    return tensor if tensor.is_contiguous() or tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def rows32(tensor):

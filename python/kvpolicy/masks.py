@@ -55,6 +55,8 @@ def _filled(like, value, dtype, lengths):
 
 def _build_mask(scores, instance, sinks, windows, budgets, thresholds, log_gamma, lengths, cu_seqlens):
     expiry = _filled(scores, -1, torch.int32, lengths)
+    if not expiry.numel() and expiry.shape[-1]:  # tokens of no head: no memory, which the library asks for
+        return expiry
     policy = _native_policy(instance, sinks, windows, budgets, thresholds, log_gamma)
     if instance.startswith("\n"):  # the source of a policy without an instance
         ranked = _native.rows32(scores)

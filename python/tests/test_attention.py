@@ -136,6 +136,30 @@ def test_lengths_leave_the_rest_zero(device):
     assert (q.grad[1, :, 9:] == 0).all() and (k.grad[1, :, 9:] == 0).all()
 
 
+EMPTY = [(0, 5), (2, 0), (0, 0)]
+
+
+@pytest.mark.parametrize(("batch", "length"), EMPTY, ids=str)
+def test_no_batch_entries_or_tokens(batch, length, device):
+    q, k, v = (rows((batch, heads, length, 16), torch.float32, device) for heads in (4, 2, 2))
+    bias = torch.zeros(batch, 2, length, device=device, requires_grad=True)
+    expiry = torch.zeros(batch, 2, length, dtype=torch.int32, device=device)
+    for mask in (None, kvp.Mask(expiry, bias)):
+        out, lse = kvp.attend(q, k, v, mask, return_lse=True)
+        # The gradient of a sum is an expanded number: its strides are 0.
+        (gradient,) = torch.autograd.grad(out.sum(), q, retain_graph=True)
+        assert gradient.shape == q.shape
+        (out.sum() + lse.sum()).backward()
+        assert all(x.grad.shape == x.shape for x in (q, k, v))
+    assert bias.grad.shape == bias.shape
+    q, k = q.detach(), k.detach()
+    assert kvp.causal_lse(q, k).shape == (batch, 4, length)
+    assert kvp.future_mass(q, k, 3).shape == (batch, 2, length)
+    lse = torch.zeros((), device=device).expand(batch, 4, length)
+    assert kvp.future_mass(q, k, [1, 3], lse=lse).shape == (batch, 2, length)
+    assert kvp.received_mass(q, k, kvp.Mask(expiry)).shape == (batch, 2, length)
+
+
 def test_gradient_in_double():
     q, k, v = (rows((1, heads, 6, 8), torch.float64, "cpu") for heads in (2, 1, 1))
     expiry = torch.tensor([[[6, 3, 9, 4, 6, 7]]], dtype=torch.int32)

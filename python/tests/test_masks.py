@@ -162,6 +162,21 @@ def test_bernoulli_draws_by_its_seed(device):
     assert (scores.grad[..., -2:] == 0).all()
 
 
+@pytest.mark.parametrize("batch, length", [(0, 5), (2, 0), (0, 0)])
+def test_no_batch_entries_or_tokens(batch, length, device):
+    scores = torch.zeros(batch, 2, length, device=device, requires_grad=True)
+    for policy in (kvp.KVpop(1, 2, 3), kvp.StreamingLLM(1, 2), kvp.SPKV(2, tau=0.5)):
+        assert kvp.build_mask(policy, scores).expiry.shape == scores.shape
+    lengths = torch.zeros(batch, dtype=torch.int32, device=device)
+    assert kvp.build_mask(kvp.KVpop(1, 2, 3), scores, lengths=lengths).expiry.shape == scores.shape
+    mask = kvp.build_log_bias(kvp.Policy(kvp.Window(2)), kvp.SoftGate(), scores)
+    assert mask.expiry.shape == mask.log_bias.shape == scores.shape
+    mask.log_bias.sum().backward()
+    assert scores.grad.shape == scores.shape
+    q, k = (torch.zeros(batch, heads, length, 16, device=device) for heads in (4, 2))
+    assert kvp.build_observed_mask(kvp.H2O(2, 2), q, k).expiry.shape == scores.shape
+
+
 def test_gradient_in_double():
     """log_bias is float32, so the step is 2^-7: the rounding of a difference is below 2^-22 * 5 / 2^-6, the
     error of the formula below 2^-14 / 6."""

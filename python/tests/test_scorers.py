@@ -193,6 +193,18 @@ def test_lengths_and_segments(device):
         torch.testing.assert_close(packed[:, :, 11:], alone, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(("kind", "options"), CASES, ids=str)
+@pytest.mark.parametrize("batch, length", [(0, 5), (2, 0), (0, 0)])
+def test_no_batch_entries_or_tokens(kind, options, batch, length, device):
+    scorer = make(kind, **options).to(device)
+    k, v = (torch.zeros(batch, H, length, dim, device=device, requires_grad=True) for dim in (DK, DV))
+    scores = scorer(k, v)
+    assert scores.shape == (batch, H, length)
+    scores.sum().backward()
+    assert k.grad.shape == k.shape and v.grad.shape == v.shape
+    assert all((parameter.grad == 0).all() for parameter in scorer.parameters())
+
+
 def test_a_bfloat16_module_has_bfloat16_gradients():
     scorer = make("mlp").bfloat16()
     scorer(torch.randn(1, H, 9, DK), torch.randn(1, H, 9, DV)).sum().backward()
