@@ -552,7 +552,7 @@ def attention(
     logits_soft_cap = kwargs.pop(_SOFT_CAP, None)
     if cache is None:
         for observe in _observers:
-            observe(query, key, value, scaling, logits_soft_cap)
+            observe(query, key, value, scaling, logits_soft_cap, s_aux)
         if logits_soft_cap is None and s_aux is None:
             return sdpa_attention_forward(
                 module, query, key, value, attention_mask, dropout, scaling, **kwargs
@@ -584,8 +584,8 @@ _observers = []
 
 @contextlib.contextmanager
 def observe_with(observe):
-    """Calls observe(query, key, value, scaling, soft cap) in each layer of a forward without a KVPolicyCache,
-    where the attention implementation is "kvpolicy"."""
+    """Calls observe(query, key, value, scaling, soft cap, learned sinks) in each layer of a forward without a
+    KVPolicyCache, where the attention implementation is "kvpolicy"."""
     _observers.append(observe)
     try:
         yield

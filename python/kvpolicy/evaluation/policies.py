@@ -216,9 +216,12 @@ class Observer:
         self.trained = {name: [] for name in self.scorers}
 
     @torch.no_grad()
-    def layer(self, q, k, v, scaling, soft_cap):
+    def layer(self, q, k, v, scaling, soft_cap, sinks=None):
+        """Learned sinks [Hq] take part of each query's attention: exp(sink) joins its normalizer."""
         numbers = {"sm_scale": scaling, "logits_soft_cap": soft_cap or 0.0}
         lse = causal_lse(q, k, **numbers)
+        if sinks is not None:
+            lse = torch.logaddexp(lse, sinks.float()[None, :, None])
         for beta, scores in self.scores.items():
             scores.append(future_mass(q, k, self.window, lse=lse, beta=beta, **numbers)[0])
         k, v = k.to(self.storage), v.to(self.storage)
