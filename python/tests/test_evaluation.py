@@ -157,6 +157,38 @@ def test_the_oracle_is_the_future_attention(beta):
     check(line, expected(masked_logits(model, given, sample.tokens), sample))
 
 
+def test_the_oracle_knows_learned_sinks():
+    """A sink takes part of each query's attention."""
+    model = model_of("gpt_oss", layer_types=["full_attention"] * 3, **BYTES)
+    sample, rows = sample_of(1), []
+
+    def record(module, query, key, value, *rest, **options):
+        rows.append((query.double(), key.double(), module.sinks.detach().double()))
+        return eager(module, query, key, value, *rest, **options)
+
+    eager = transformers.models.gpt_oss.modeling_gpt_oss.eager_attention_forward
+    transformers.AttentionInterface.register("record", record)
+    transformers.AttentionMaskInterface.register(
+        "record", transformers.masking_utils.ALL_MASK_ATTENTION_FUNCTIONS["eager"]
+    )
+    model.config._attn_implementation = "record"
+    with torch.no_grad():
+        model(sample.tokens)
+    (policy,) = evaluation.policies.chosen(["oracle-1"], [], 6, model)
+    observed = evaluation._observe(model, sample.tokens[0], 6, [policy], torch.float32)
+    at = torch.arange(LENGTH)
+    assert len(rows) == 3
+    for layer, (q, k, sinks) in enumerate(rows):
+        logits = reference.logits_of(q, k).masked_fill(at[:, None] < at, -math.inf)
+        share = torch.softmax(
+            torch.cat((logits, sinks[:, None, None].expand(*logits.shape[:-1], 1)), -1), -1
+        )[..., :LENGTH]
+        share = torch.where(at[:, None] >= at + 6, share, 0.0).sum(2) / (LENGTH - at - 6).clamp(min=1)
+        want = torch.log(1e-8 + share.view(2, -1, LENGTH)).amax(1)
+        got = observed.scores[1.0][layer][:, : LENGTH - 6].double()
+        torch.testing.assert_close(got, want[:, : LENGTH - 6], rtol=1e-4, atol=1e-4)
+
+
 def test_on_a_device(device):
     """The numbers of the CPU, but for positions, which a cache on CUDA does not list."""
     model, sample = byte_model(), sample_of(1)
@@ -184,6 +216,47 @@ def test_decode_speed_and_storage():
     exact = measure(model, sample, ["streaming"])["results"][0]
     assert bounded["nll_per_token"] == pytest.approx(exact["nll_per_token"], abs=0.2)
     assert bounded["nll_per_token"] != exact["nll_per_token"]
+
+
+def test_timed_steps_follow_three_others(monkeypatch):
+    """The first of them takes the most likely token after the sequence."""
+    model, sample = byte_model(), sample_of(1)
+    calls, clocks = [], []
+    forward, clock = evaluation._forward, evaluation.time.perf_counter
+
+    def counted(model, ids, cache, **options):
+        logits = forward(model, ids, cache, **options)
+        calls.append((ids, logits[0, -1].argmax().item()))
+        return logits
+
+    def timed():
+        clocks.append(len(calls))
+        return clock()
+
+    monkeypatch.setattr(evaluation, "_forward", counted)
+    monkeypatch.setattr(evaluation.time, "perf_counter", timed)
+    (line,) = measure(model, sample, ["streaming"], speed=4)["results"]
+    steps = [call for call in calls if call[0].shape[1] == 1]
+    assert len(steps) == 3 + 4 and line["tokens_per_s"] > 0
+    assert clocks == [len(calls) - 4, len(calls)]
+    following = [best for _, best in calls[-8:-1]]
+    assert [ids.item() for ids, _ in steps] == following
+
+
+def test_no_cuda_graph_where_a_scorer_counts_its_calls(monkeypatch):
+    model, sample, made = byte_model(), sample_of(1), []
+
+    class Recorded(kvp.KVPolicyCache):
+        def __init__(self, *arguments, **options):
+            super().__init__(*arguments, **options)
+            made.append(self)
+
+    monkeypatch.setattr(evaluation, "KVPolicyCache", Recorded)
+    measure(model, sample, ["streaming", "oracle-1"])
+    given = kvp.KVpop(2, 6, 8, evaluation.GivenScores(torch.zeros(2, LENGTH)))
+    options = {"max_new_tokens": 2, "pad_token_id": 0}
+    evaluation.answer(model, None, tokens(20)[0], [tokens(5)[0]], given, **options)
+    assert [cache.decode_graph is None for cache in made] == [False, True, True]
 
 
 def test_answers_start_from_the_context():

@@ -40,6 +40,7 @@ __all__ = [
 
 _BINS = 64
 _ROWS = 256  # logits whose losses are taken at once
+_WARM_UP = 3  # untimed steps: on CUDA the second captures a graph, which the third replays
 
 
 def load(folder, *, dtype=torch.float32, device="cpu"):
@@ -76,6 +77,15 @@ def entries_of(budget, length):
 
 
 # ---- running a model ---------------------------------------------------------------------------------------
+
+
+def _cache(model, policy, **options):
+    """A KVPolicyCache without draft tokens, and without a CUDA graph where a scorer counts its calls: the
+    graph would repeat the scores of its capture."""
+    cache = KVPolicyCache(model, policy, max_draft_tokens=0, **options)
+    if any(isinstance(one.scorer, GivenScores) for one in cache.policies):
+        cache.decode_graph = None
+    return cache
 
 
 @torch.no_grad()
@@ -116,8 +126,8 @@ def _losses(logits, targets):
 
 
 def _run(model, ids, cache, cuts):
-    """nll and right [length - 1] of the tokens after the first; tokens come in chunks of the lengths
-    `cuts`."""
+    """nll and right [length - 1] of the tokens after the first, and the most likely token after the last;
+    tokens come in chunks of the lengths `cuts`."""
     found, at = [], 0
     for n in cuts:
         logits = _forward(model, ids[None, at : at + n], cache)[0]
@@ -125,7 +135,7 @@ def _run(model, ids, cache, cuts):
         if len(targets):
             found.append(_losses(logits[: len(targets)], targets))
         at += n
-    return torch.cat([one[0] for one in found]), torch.cat([one[1] for one in found])
+    return torch.cat([one[0] for one in found]), torch.cat([one[1] for one in found]), logits[-1].argmax()
 
 
 def _cuts(length, chunk, prompt):
@@ -135,14 +145,19 @@ def _cuts(length, chunk, prompt):
 
 
 def _speed(model, cache, token, steps):
-    """Tokens per second of `steps` greedy tokens after what the cache has seen."""
-    synchronize = torch.cuda.synchronize if token.is_cuda else lambda: None
-    synchronize()
-    start = time.perf_counter()
-    for _ in range(steps):
+    """Tokens per second of `steps` greedy tokens from `token` on, which follows what the cache has seen; the
+    first _WARM_UP are not timed."""
+
+    def clock():
+        if token.is_cuda:
+            torch.cuda.synchronize(token.device)
+        return time.perf_counter()
+
+    for step in range(steps):
+        if step == _WARM_UP:
+            start = clock()
         token = _forward(model, token.view(1, 1), cache)[0, -1].argmax()
-    synchronize()
-    return steps / (time.perf_counter() - start)
+    return (steps - _WARM_UP) / (clock() - start)
 
 
 class _Held:
@@ -213,7 +228,8 @@ def evaluate(
                model takes). `sequences`: at most so many
     scorers    files of Scorers.save or train_scorer
     chunk      tokens per call; storage: dtype of keys and values, while the model computes in its own
-    speed      tokens that are decoded after the first sequence to measure tokens per second; 0: none
+    speed      tokens that are decoded after the first sequence to measure tokens per second, after three
+               untimed ones; 0: none
 
     bits_per_byte and nll_per_token (natural log) are sums over the tokens of text after the first of each
     sequence, each predicted from those before it through the bounded cache. recall_exact is the share of
@@ -253,7 +269,7 @@ def evaluate(
         _observe(model, ids, window, evaluated, storage) for ids in sample.tokens.to(model.device)
     ]
     for policy, budget in plan:
-        setting = Setting(budget, sinks, window, sample.length, speed)
+        setting = Setting(budget, sinks, window, sample.length, speed + _WARM_UP if speed else 0)
         found["results"].append(_measure(model, sample, policy, setting, observed, chunk, storage, found))
         if progress is not None:
             progress(found)
@@ -277,15 +293,14 @@ def _measure(model, sample, policy, setting, observed, chunk, storage, of):
     for sequence, ids in enumerate(sample.tokens.to(model.device)):
         oracle = observed[sequence].scores[policy.beta] if policy.beta else None
         made = policy.make(dataclasses.replace(setting, oracle=oracle))
-        cache = KVPolicyCache(
-            model, made, storage=storage, max_draft_tokens=0, max_length=sample.length + setting.decoded
-        )
-        score.add(sample, sequence, *_run(model, ids, cache, cuts))
+        cache = _cache(model, made, storage=storage, max_length=sample.length + setting.decoded)
+        *losses, token = _run(model, ids, cache, cuts)
+        score.add(sample, sequence, *losses)
         held.add(cache.cache)
         if sequence == 0:
             mib = cache.cache.memory_bytes(entries_only=True) / 2**20
             if setting.decoded:
-                tokens_per_s = _speed(model, cache, ids[-1], setting.decoded)
+                tokens_per_s = _speed(model, cache, token, setting.decoded)
     found = {"policy": policy.name, "label": policy.label, "budget": setting.budget}
     found["compression"] = 1 - setting.budget / sample.length if setting.budget else 0.0
     found |= score.result() | held.result(len(sample.tokens))
@@ -323,7 +338,7 @@ def answer(model, tokenizer, context, questions, policy, *, max_new_tokens=50, s
     start = ids_of("context", context)
     asked = [ids_of(f"questions[{i}]", one) for i, one in enumerate(questions)]
     most = start.shape[1] + max((one.shape[1] for one in asked), default=0) + max_new_tokens
-    cache = KVPolicyCache(model, policy, storage=storage, max_draft_tokens=0, max_length=most)
+    cache = _cache(model, policy, storage=storage, max_length=most)
     _forward(model, start, cache, logits_to_keep=1)
     state = cache.snapshot()
     answers = []
