@@ -17,6 +17,8 @@ q and k change hands once: from a share of the tokens with all heads to all toke
 heads. A rank beyond the number of KV heads has no work in it.
 """
 
+import weakref
+
 import torch
 from torch import distributed as dist
 
@@ -24,6 +26,7 @@ from kvpolicy import attention, masks
 from kvpolicy.masks import Mask
 
 _LAYOUTS = ("contiguous", "zigzag")
+_REQUIRED = ("q", "k", "v", "scores")
 
 
 def _name(dtype):
@@ -33,6 +36,20 @@ def _name(dtype):
 def _bytes(tensor):
     """The same memory as bytes, which every backend of torch.distributed moves."""
     return tensor.view(-1).view(torch.uint8)
+
+
+_host_groups = weakref.WeakKeyDictionary()
+
+
+def _host_group(group):
+    """A group of the same ranks that moves CPU tensors: the group itself, or one of gloo."""
+    group = dist.group.WORLD if group is None else group
+    if "cpu" in dist.get_backend_config(group):
+        return group
+    if group not in _host_groups:
+        ranks = dist.get_process_group_ranks(group)
+        _host_groups[group] = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    return _host_groups[group]
 
 
 class SequenceShards:
@@ -47,7 +64,9 @@ class SequenceShards:
     Under a causal mask, or gates that keep a share of all keys, later queries see more keys: "zigzag" gives
     ranks equal work. Under a budget they see as many, and "contiguous" does.
 
-    At the first call of a shape the ranks compare dtypes and shapes. On CUDA that waits for the stream.
+    Each call begins with one number per rank, which travels between the hosts and waits for no stream:
+    whether the rank has new dtypes, shapes or numbers, or found a problem. Where a rank has, the ranks
+    compare them, and all raise what one of them found.
     """
 
     def __init__(self, length, *, layout="contiguous", group=None):
@@ -208,28 +227,30 @@ class SequenceShards:
 
     # ---- checks --------------------------------------------------------------------------------------------
 
-    def check(self, call, shares, **whole):
+    def check(self, call, shares, *, numbers=None, trial=None, **whole):
         """Raises on all ranks what one of them finds: a tensor of `shares` that is no share (tokens are its
         third dimension), tensors of several dtypes, or ones that differ between ranks beyond their tokens.
-        `whole` are the same tensors on all ranks. Those that are None do not count."""
-        shares = {name: x for name, x in shares.items() if x is not None}
-        problem, found = self._problem(shares), None
+        `whole` are the same tensors on all ranks, and `numbers` the same arguments of other types. Those that
+        are None do not count, but for q, k, v and scores. trial() raises what else is wrong with new ones."""
+        shares = {name: x for name, x in shares.items() if x is not None or name in _REQUIRED}
+        whole = {name: x for name, x in whole.items() if x is not None}
+        problem, found = self._problem(shares, whole), None
         if problem is None:
             found = {
                 name: (_name(x.dtype), [*x.shape[:2], *x.shape[3:]], x.device.type)
                 for name, x in shares.items()
             }
-            found |= {
-                name: (_name(x.dtype), list(x.shape), x.device.type)
-                for name, x in whole.items()
-                if x is not None
-            }
+            found |= {name: (_name(x.dtype), list(x.shape), x.device.type) for name, x in whole.items()}
+            found |= {name: repr(value) for name, value in (numbers or {}).items()}
         key = call, repr(found)
-        if key in self._agreed:
+        is_new = key not in self._agreed  # so is every problem, since it has nothing found
+        if problem is None and is_new and trial is not None:
+            problem = _raised_by(trial)
+        if not self._on_any_rank(is_new):
             return
         of_ranks = [(problem, found)] * self.ranks
         if self.ranks > 1:
-            dist.all_gather_object(of_ranks, (problem, found), group=self.group)
+            dist.all_gather_object(of_ranks, (problem, found), group=_host_group(self.group))
         for problem, _ in of_ranks:
             if problem is not None:
                 raise problem
@@ -238,14 +259,35 @@ class SequenceShards:
             for name in first | other:
                 here, there = first.get(name), other.get(name)
                 if here != there:
-                    error = TypeError if here and there and here[0] != there[0] else ValueError
-                    raise error(
+                    types = isinstance(here, tuple) and isinstance(there, tuple) and here[0] != there[0]
+                    raise (TypeError if types else ValueError)(
                         f"{name} on rank {rank}: {_described(there)} is not allowed; it must be as on rank "
                         f"0, {_described(here)}"
                     )
         self._agreed.add(key)
 
-    def _problem(self, shares):
+    def _on_any_rank(self, flag):
+        """Whether the flag of one rank is set."""
+        if self.ranks == 1:
+            return flag
+        flags = torch.tensor([flag], dtype=torch.int32, device="cpu")
+        dist.all_reduce(flags, dist.ReduceOp.MAX, group=_host_group(self.group))
+        return bool(flags.item())
+
+    def _problem(self, shares, whole):
+        """An exception, or None."""
+        problem = self._problem_of_shares(shares)
+        if problem is not None:
+            return problem
+        for name, x in whole.items():
+            if not isinstance(x, torch.Tensor):
+                return TypeError(f"{name}: {type(x).__name__} is not allowed; it must be a tensor")
+        batch = next(iter(shares.values())).shape[0]
+        return _raised_by(
+            lambda: _check_sequences(self, batch, whole.get("lengths"), whole.get("cu_seqlens"))
+        )
+
+    def _problem_of_shares(self, shares):
         """An exception, or None."""
         first, keys = next(iter(shares)), shares.get("k")
         for name, x in shares.items():
@@ -261,7 +303,7 @@ class SequenceShards:
                     f"{name}: {_name(x.dtype)} is not allowed; it must be {_name(shares[first].dtype)}, as "
                     f"{first}"
                 )
-        if keys is not None and shares["q"].shape[1] % keys.shape[1]:
+        if keys is not None and shares["q"].shape[1] % max(keys.shape[1], 1):
             return ValueError(
                 f"q.size(1): {shares['q'].shape[1]} is not allowed; it must be a multiple of the KV heads, "
                 f"{keys.shape[1]}"
@@ -275,8 +317,19 @@ class SequenceShards:
         return None
 
 
+def _raised_by(call):
+    """The exception that call() raises, or None."""
+    try:
+        call()
+    except Exception as error:
+        return error.with_traceback(None)  # whose frames would keep tensors
+    return None
+
+
 def _described(found):
-    return "None" if found is None else f"{found[0]} {found[1]} on {found[2]}"
+    if found is None or isinstance(found, str):
+        return str(found)
+    return f"{found[0]} {found[1]} on {found[2]}"
 
 
 def _whole(shards, tensor, dim=2):
@@ -519,7 +572,6 @@ def attend(
     mask = Mask(None) if mask is None else mask
     shares = {"q": q, "k": k, "v": v, "expiry": mask.expiry, "log_bias": mask.log_bias}
     shards.check("attend", shares, bias_from=mask.bias_from, lengths=lengths, cu_seqlens=cu_seqlens)
-    _check_sequences(shards, q.shape[0], lengths, cu_seqlens)
     expiry = None if mask.expiry is None else _whole(shards, mask.expiry)
     if cu_seqlens is not None:
         expiry = _segment_expiry(shards, expiry, cu_seqlens, *k.shape[:2])
@@ -531,20 +583,27 @@ def attend(
 # ---- future_mass -------------------------------------------------------------------------------------------
 
 
+def _first_token(*tensors):
+    """A call of all heads on it raises on every rank, on those without heads of their own too."""
+    return [x[:, :, :1].contiguous() for x in tensors]
+
+
 @torch.no_grad()
 def causal_lse(shards, q, k, *, lengths=None, sm_scale=None, logits_soft_cap=0.0):
     """kvpolicy.causal_lse of a sequence on several ranks: this rank's share of the dense causal normalizer,
     [B, Hq, n] float32, from its share of q [B, Hq, n, Dk] and k [B, Hkv, n, Dk]. lengths [B] int32 are of the
     whole. No gradient."""
-    shards.check("causal_lse", {"q": q, "k": k}, lengths=lengths)
-    _check_sequences(shards, q.shape[0], lengths, None)
+    options = {"sm_scale": sm_scale, "logits_soft_cap": logits_soft_cap}
+
+    def trial():
+        attention.causal_lse(*_first_token(q, k), **options)
+
+    shards.check("causal_lse", {"q": q, "k": k}, numbers=options, trial=trial, lengths=lengths)
     kv_heads, group = k.shape[1], q.shape[1] // k.shape[1]
-    q, k = shards.to_heads(q, kv_heads), shards.to_heads(k, kv_heads)
-    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    if k.shape[1]:
-        lse = attention.causal_lse(
-            q, k, lengths=lengths, sm_scale=sm_scale, logits_soft_cap=logits_soft_cap
-        )
+    own_q, own_k = shards.to_heads(q, kv_heads), shards.to_heads(k, kv_heads)
+    lse = torch.empty(own_q.shape[:3], dtype=torch.float32, device=q.device)
+    if own_k.shape[1]:
+        lse = attention.causal_lse(own_q, own_k, lengths=lengths, **options)
     return shards.from_heads(lse, kv_heads, group)
 
 
@@ -553,18 +612,27 @@ def future_mass(shards, q, k, window, *, lse=None, lengths=None, **options):
     """kvpolicy.future_mass of a sequence on several ranks: this rank's share of the target, [B, Hkv, n]
     float32, from its share of q [B, Hq, n, Dk], k [B, Hkv, n, Dk] and lse [B, Hq, n] (default: causal_lse).
     lengths [B] int32 are of the whole; options are kvpolicy.future_mass's. No gradient."""
-    shards.check("future_mass", {"q": q, "k": k, "lse": lse}, lengths=lengths)
-    _check_sequences(shards, q.shape[0], lengths, None)
+    window = list(window) if isinstance(window, tuple) else window
+    shares = {"q": q, "k": k, "lse": lse}
+
+    def trial():
+        own_lse = None if lse is None else _first_token(lse)[0].float()
+        attention.future_mass(*_first_token(q, k), window, lse=own_lse, **options)
+
+    shards.check(
+        "future_mass", shares, numbers={"window": window, **options}, trial=trial, lengths=lengths
+    )
     kv_heads = k.shape[1]
     first, last = shards.heads_of(kv_heads)
+    own_lse = None
     if lse is not None:
-        lse = shards.to_heads(lse.float()[..., None], kv_heads)[..., 0].contiguous()
-    q, k = shards.to_heads(q, kv_heads), shards.to_heads(k, kv_heads)
-    target = torch.empty(k.shape[:3], dtype=torch.float32, device=k.device)
+        own_lse = shards.to_heads(lse.float()[..., None], kv_heads)[..., 0].contiguous()
+    own_q, own_k = shards.to_heads(q, kv_heads), shards.to_heads(k, kv_heads)
+    target = torch.empty(own_k.shape[:3], dtype=torch.float32, device=k.device)
     if last > first:
-        if not isinstance(window, int) and len(window) == kv_heads:
+        if not isinstance(window, int) and len(window) > 1:
             window = list(window)[first:last]
-        target = attention.future_mass(q, k, window, lse=lse, lengths=lengths, **options)
+        target = attention.future_mass(own_q, own_k, window, lse=own_lse, lengths=lengths, **options)
     return shards.from_heads(target, kv_heads)
 
 
@@ -573,7 +641,6 @@ def future_mass(shards, q, k, window, *, lse=None, lengths=None, **options):
 
 def _scores_of(shards, scores, lengths, cu_seqlens):
     shards.check("build_mask", {"scores": scores}, lengths=lengths, cu_seqlens=cu_seqlens)
-    _check_sequences(shards, scores.shape[0], lengths, cu_seqlens)
     return shards.gather(scores)
 
 

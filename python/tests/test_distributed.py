@@ -215,6 +215,23 @@ def test_future_mass(ranks, layout, dtype):
     ranks.run(future_mass_check, layout, dtype)
 
 
+def windows_check(device):
+    """Numbers beyond the KV heads are not read, on one process and on several."""
+    shards = kvd.SequenceShards(30)
+    q, k = (torch.randn(1, heads, 30, 16, device=device) for heads in (4, 2))
+    own_q, own_k = shards.shard(q), shards.shard(k)
+    for window in ((3, 4, 5), [6], (7, 2)):
+        own = kvd.future_mass(shards, own_q, own_k, window)
+        want = shards.shard(kvp.future_mass(q, k, window))
+        torch.testing.assert_close(own, want, rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match="windows"):
+        kvd.future_mass(shards, own_q.repeat(1, 3, 1, 1), own_k.repeat(1, 2, 1, 1), (3, 4, 5))
+
+
+def test_windows_of_heads(ranks):
+    ranks.run(windows_check)
+
+
 def boundary_loss_check(device):
     """A scorer's step on a sequence of all ranks: scores are gathered, and each rank has the whole loss."""
     shards = kvd.SequenceShards(40)
@@ -282,6 +299,89 @@ def refusals(device):
 
 def test_refusals(ranks):
     ranks.run(refusals)
+
+
+def refusals_without_heads(device):
+    """One KV head: the other ranks have none, and raise what the first finds."""
+    rank = torch.distributed.get_rank()
+    shards = kvd.SequenceShards(12)
+    q, k = (torch.randn(1, heads, 12, 16, device=device) for heads in (2, 1))
+    own_q, own_k = shards.shard(q), shards.shard(k)
+    with pytest.raises(ValueError, match="aggregate: 'avg' is not allowed"):
+        kvd.future_mass(shards, own_q, own_k, 3, aggregate="avg")
+    for options in ({"beta": 0.5}, {"epsilon": -1.0}, {"look_ahead": -1}):
+        with pytest.raises(ValueError, match=next(iter(options))):
+            kvd.future_mass(shards, own_q, own_k, 3, **options)
+    with pytest.raises(ValueError, match="window"):
+        kvd.future_mass(shards, own_q, own_k, -1)
+    with pytest.raises(TypeError, match="scale"):
+        kvd.future_mass(shards, own_q, own_k, 3, scale=1.0)
+    with pytest.raises(ValueError, match="lse"):
+        kvd.future_mass(shards, own_q, own_k, 3, lse=own_k[..., 0])
+    with pytest.raises(ValueError, match="cap"):
+        kvd.causal_lse(shards, own_q, own_k, logits_soft_cap=-1.0)
+    with pytest.raises(ValueError, match="head_dim"):
+        kvd.causal_lse(shards, own_q, own_k[..., :8].contiguous())
+    with pytest.raises(ValueError, match="beta on rank 1: 2.0 is not allowed; it must be as on rank 0, 1.0"):
+        kvd.future_mass(shards, own_q, own_k, 3, beta=2.0 if rank == 1 else 1.0)
+    own = kvd.future_mass(shards, own_q, own_k, 3)
+    torch.testing.assert_close(own, shards.shard(kvp.future_mass(q, k, 3)), rtol=1e-5, atol=1e-5)
+
+
+def test_refusals_of_ranks_without_heads(ranks):
+    ranks.run(refusals_without_heads)
+
+
+def refusals_of_a_known_shape(device):
+    """One rank errs after all agreed: all raise, and the next call is as before."""
+    rank = torch.distributed.get_rank()
+    shards = kvd.SequenceShards(12)
+    q, k, v = (torch.randn(1, heads, shards.tokens, 16, device=device) for heads in (2, 1, 1))
+    want = kvd.attend(shards, q, k, v)
+    other = torch.float64 if device.type == "cpu" else torch.float16
+    lengths = torch.tensor([12], dtype=torch.int32, device=device)
+    wrong = [
+        (ValueError, r"q.size\(2\)", (q[:, :, 1:], k, v), {}),
+        (TypeError, "k: bfloat16 is not allowed", (q, k.bfloat16(), v), {}),
+        (TypeError, "q on rank 1: float", [x.to(other) for x in (q, k, v)], {}),
+        (TypeError, "q: NoneType is not allowed; it must be a tensor", (None, k, v), {}),
+        (TypeError, "k: NoneType is not allowed", (q, None, v), {}),
+        (TypeError, "q: NoneType is not allowed", (None, None, None), {}),
+        (ValueError, "lengths on rank 1", (q, k, v), {"lengths": lengths}),
+        (TypeError, "lengths: list is not allowed", (q, k, v), {"lengths": [12]}),
+        (TypeError, "lengths: int64 is not allowed", (q, k, v), {"lengths": lengths.long()}),
+    ]
+    for error, sentence, tensors, options in wrong:
+        with pytest.raises(error, match=sentence):
+            kvd.attend(shards, *(tensors if rank == 1 else (q, k, v)), **(options if rank == 1 else {}))
+        assert torch.equal(kvd.attend(shards, q, k, v), want)
+    scores = torch.zeros(1, 1, shards.tokens, device=device)
+    kvd.build_mask(shards, kvp.KVpop(1, 2, 3), scores)
+    with pytest.raises(TypeError, match="scores: NoneType is not allowed"):
+        kvd.build_mask(shards, kvp.KVpop(1, 2, 3), None if rank == 1 else scores)
+
+
+def test_refusals_of_a_known_shape(ranks):
+    ranks.run(refusals_of_a_known_shape)
+
+
+def host_group_check(device):
+    """Groups without a backend for CPU tensors get one of gloo, once."""
+    world = torch.distributed.group.WORLD
+    kvd.dist.get_backend_config, before = lambda group: "cuda:nccl", kvd.dist.get_backend_config
+    try:
+        group = kvd._host_group(None)
+        assert group is not world and kvd._host_group(world) is group
+        flag = torch.tensor([torch.distributed.get_rank()])
+        torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX, group=group)
+        assert flag.item() == torch.distributed.get_world_size() - 1
+        no_grad_and_forward_only(device)
+    finally:
+        kvd.dist.get_backend_config = before
+
+
+def test_a_group_for_the_hosts(ranks):
+    ranks.run(host_group_check)
 
 
 def test_without_a_group():
