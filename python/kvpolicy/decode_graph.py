@@ -133,7 +133,7 @@ class DecodeGraph:
         others = {name: value for name, value in arguments.items() if not torch.is_tensor(value)}
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(cache.device)
         random = torch.cuda.default_generators[cache.device.index]
-        state = random.clone_state()
+        random_state = random.clone_state()
         try:
             with (
                 torch.cuda.device(cache.device),
@@ -142,7 +142,7 @@ class DecodeGraph:
             ):
                 logits = run(**others, **static).logits
         except Exception as error:
-            random.graphsafe_set_state(state)  # a failed capture leaves the generator capturing
+            random.graphsafe_set_state(random_state)  # a failed capture leaves the generator capturing
             self._refused.add(kind)
             warnings.warn(f"KVPolicyCache: decode steps run without a CUDA graph: {error}", stacklevel=2)
             return False
