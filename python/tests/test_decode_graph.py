@@ -1,8 +1,10 @@
 """Decode steps as a CUDA graph: the same tokens as steps that Python launches."""
 
+import contextlib
 import copy
 import gc
 import inspect
+import types
 import weakref
 
 import pytest
@@ -253,6 +255,33 @@ def test_what_a_graph_has_of_a_model():
 
     own = hf.KVPolicyCache(model, kvp.Policy(kvp.Window(4), kvp.TopKBudget(6), Mine()))
     assert decode_graph._state_of(model, own) is None
+
+
+def test_a_captured_state_serves_until_it_changes(monkeypatch):
+    """The capture's bookkeeping, without a GPU."""
+    model = model_of("llama")
+    nothing = contextlib.nullcontext()
+    for name in ("device", "stream", "graph"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, **__: nothing)
+    for name in ("CUDAGraph", "Stream", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+    generator = types.SimpleNamespace(clone_state=object)
+    monkeypatch.setattr(torch.cuda, "default_generators", [generator], raising=False)
+    memory = (object(),)
+    cache = types.SimpleNamespace(
+        device=types.SimpleNamespace(index=0),
+        policies=hf.KVPolicyCache(model, kvp.FULL).policies,
+        marks=lambda: 0,
+        rewind=lambda marks: None,
+        step_memory=lambda: memory,
+    )
+    graph, ids = decode_graph.DecodeGraph(), tokens(1)
+    with torch.no_grad():
+        assert graph._capture(model, model.forward, cache, "step", {"input_ids": ids}, {"input_ids": ids})
+    graph._graph, graph._compared = object(), False  # a prompt came
+    assert graph._serves(model, cache, "step")
+    model.model.layers[0].mlp.scaling, graph._compared = 2.0, False
+    assert not graph._serves(model, cache, "step")
 
 
 @on_a_gpu

@@ -128,16 +128,14 @@ def test_observed_policies_and_answers_in_a_prompt():
     assert sum(h2o["rows"]) == 40 * 6 and len(h2o["kept_by_position"]) == 3 * 64
 
 
-@pytest.mark.parametrize("beta", [1.0, math.inf])
-def test_the_oracle_is_the_future_attention(beta):
-    model, sample = byte_model(), sample_of(1)
-    rows = []
+def attended(model, sample, modeling):
+    """What each layer attends with: its module, queries and keys in float64."""
+    rows, eager = [], modeling.eager_attention_forward
 
     def record(module, query, key, value, *rest, **options):
-        rows.append((query.double(), key.double()))
+        rows.append((module, query.double(), key.double()))
         return eager(module, query, key, value, *rest, **options)
 
-    eager = transformers.models.llama.modeling_llama.eager_attention_forward
     transformers.AttentionInterface.register("record", record)
     transformers.AttentionMaskInterface.register(
         "record", transformers.masking_utils.ALL_MASK_ATTENTION_FUNCTIONS["eager"]
@@ -145,10 +143,17 @@ def test_the_oracle_is_the_future_attention(beta):
     model.config._attn_implementation = "record"
     with torch.no_grad():
         model(sample.tokens)
+    return rows
+
+
+@pytest.mark.parametrize("beta", [1.0, math.inf])
+def test_the_oracle_is_the_future_attention(beta):
+    model, sample = byte_model(), sample_of(1)
+    rows = attended(model, sample, transformers.models.llama.modeling_llama)
     (policy,) = evaluation.policies.chosen([f"oracle-{beta:g}"], [], 6, model)
     observed = evaluation._observe(model, sample.tokens[0], 6, [policy], torch.float32)
     scores = observed.scores[beta]
-    for layer, (q, k) in enumerate(rows):
+    for layer, (_, q, k) in enumerate(rows):
         want = reference.future_mass(q, k, 6, beta=beta)
         got = scores[layer][:, : LENGTH - 6].double()
         torch.testing.assert_close(got, want[0, :, : LENGTH - 6], rtol=1e-4, atol=1e-4)
@@ -160,25 +165,14 @@ def test_the_oracle_is_the_future_attention(beta):
 def test_the_oracle_knows_learned_sinks():
     """A sink takes part of each query's attention."""
     model = model_of("gpt_oss", layer_types=["full_attention"] * 3, **BYTES)
-    sample, rows = sample_of(1), []
-
-    def record(module, query, key, value, *rest, **options):
-        rows.append((query.double(), key.double(), module.sinks.detach().double()))
-        return eager(module, query, key, value, *rest, **options)
-
-    eager = transformers.models.gpt_oss.modeling_gpt_oss.eager_attention_forward
-    transformers.AttentionInterface.register("record", record)
-    transformers.AttentionMaskInterface.register(
-        "record", transformers.masking_utils.ALL_MASK_ATTENTION_FUNCTIONS["eager"]
-    )
-    model.config._attn_implementation = "record"
-    with torch.no_grad():
-        model(sample.tokens)
+    sample = sample_of(1)
+    rows = attended(model, sample, transformers.models.gpt_oss.modeling_gpt_oss)
     (policy,) = evaluation.policies.chosen(["oracle-1"], [], 6, model)
     observed = evaluation._observe(model, sample.tokens[0], 6, [policy], torch.float32)
     at = torch.arange(LENGTH)
     assert len(rows) == 3
-    for layer, (q, k, sinks) in enumerate(rows):
+    for layer, (module, q, k) in enumerate(rows):
+        sinks = module.sinks.detach().double()
         logits = reference.logits_of(q, k).masked_fill(at[:, None] < at, -math.inf)
         share = torch.softmax(
             torch.cat((logits, sinks[:, None, None].expand(*logits.shape[:-1], 1)), -1), -1
