@@ -7,7 +7,7 @@ Nothing here is recurrent or chunked. The mLSTM's read is the sum that its recur
     h_u|q = sum_{j <= q} exp(D[q][j]) (q~_u . k~_j) v~_j  /  sum_{j <= q} exp(D[q][j]) (q~_u . k~_j)    (41)
 
 where numerator and divisor are both scaled by exp(-m_q), m_q = max_j D[q][j] (the stabilized frame), and the
-scaled divisor is at least 1e-6.
+scaled divisor is at least 1e-30.
 
 Inputs and weights are not stored but drawn, here and in the tests, from one small generator:
 draw(stream, count, scale) is scale * u_n rounded to float32, with u_n in [-1, 1) from 24 bits of
@@ -37,8 +37,9 @@ MLP_COLUMNS = ["activation", "head_dim_qk", "head_dim_vo", "hidden", "heads", "l
 NAMES = ["k", "v", "w_q", "w_k", "w_v", "w_i", "b_i", "w_f", "b_f", "norm_gain", "readout", "readout_bias",
          "skip", "w1", "b1", "w2", "b2", "w3", "b3"]
 STREAMS = 32
-CLAMP = 1e-6
+CLAMP = 1e-30
 NORM_EPSILON = 1e-6
+LAYER_NORM = 2  # in the column "norm"; 1 is an RMS norm
 
 
 def draw(stream, shape, scale):
@@ -124,6 +125,8 @@ def mlstm_scores(case, level, cu):
                 weight = log_i[begin : q + 1] + forgotten  # D[q][j]
                 weight = np.exp(weight - weight.max()) * (k_features[begin : q + 1] @ q_features[u])
                 h = weight @ values[begin : q + 1] / max(weight.sum(), CLAMP)  # (41)
+                if c["norm"] == LAYER_NORM:
+                    h = h - np.mean(h)
                 if c["norm"]:
                     h = gain[head] * h / np.sqrt(np.mean(h * h) + NORM_EPSILON)
                 # (42)
@@ -197,7 +200,7 @@ def mlstm_cases():
         add(140, 20, input_scale=9.0, forget_scale=8.0, forget_bias=0.0, soft_cap=soft_cap, norm=1)
         add(140, 20, input_bias=30.0, soft_cap=soft_cap)
         add(140, 20, input_bias=-30.0, soft_cap=soft_cap)
-    # Features so sharp that q~ is orthogonal to nearly every k~: the clamp decides.
+    # Features so sharp that q~ is orthogonal to nearly every k~; with 40 the clamp decides.
     add(140, 7, weight_scale=12.0, hedgehog=0)
     add(140, 7, weight_scale=40.0)
     add(140, 7, weight_scale=12.0, hedgehog=0, input_scale=9.0, forget_scale=8.0, norm=1)
@@ -206,6 +209,11 @@ def mlstm_cases():
     add(150, 8, cu=[0, 70, 71, 71, 150])
     add(150, 0, cu=[0, 0, 64, 129, 150, 150])
     add(150, 20, cu=list(range(0, 151, 15)), hedgehog=0)
+    # LayerNorms, of one value among them.
+    add(140, 16, norm=LAYER_NORM)
+    add(140, 16, norm=LAYER_NORM, hedgehog=0, projected=0, skip=1)
+    add(70, 5, norm=LAYER_NORM, dim=(13, 9), d_qk=10, d_v=7)
+    add(40, 3, norm=LAYER_NORM, dim=(4, 4), d_qk=1, d_v=1, hedgehog=0)
     return cases
 
 

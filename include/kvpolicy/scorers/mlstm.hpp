@@ -2,6 +2,7 @@
 // appendices A and E).
 #pragma once
 
+#include <kvpolicy/core/config.hpp>
 #include <kvpolicy/core/context.hpp>
 #include <kvpolicy/core/types.hpp>
 #include <kvpolicy/policies/scorer_concept.hpp>
@@ -39,6 +40,10 @@ concept ValuePath = std::is_same_v<V, ProjectedValues> || std::is_same_v<V, Dire
 
 static_assert(ValuePath<ProjectedValues> && ValuePath<DirectValues>);
 
+/// What norm_gain scales: with x_e = h_e (rms) or h_e - mean(h) (layer: xLSTM's headwise LayerNorm),
+/// Norm(h)_e = gain_e x_e / sqrt(mean(x^2) + epsilon), means over the d_v values of a head.
+enum class mlstm_norm : std::int32_t { rms, layer };
+
 /// The weights of an mLSTMScorer, all row-major, with X = head_dim_qk + head_dim_vo and P the feature map's
 /// projection width (d_qk for Softmax, d_qk / 2 for Hedgehog). Float is const float in a scorer, float where
 /// they are filled or trained.
@@ -51,7 +56,7 @@ struct mLSTMParameters {
     Float* b_i = nullptr;           // [heads]; null stands for 0
     Float* w_f = nullptr;           // [heads, X]: the forget gate
     Float* b_f = nullptr;           // [heads]; null stands for 0
-    Float* norm_gain = nullptr;     // [heads, d_v]: gain of the RMS norm; null leaves the norm out
+    Float* norm_gain = nullptr;     // [heads, d_v]: gain of the norm; null leaves the norm out
     Float* readout = nullptr;       // [heads, d_v]: a
     Float* readout_bias = nullptr;  // [heads]: b; null stands for 0
     Float* skip = nullptr;          // [heads, X]: s; null leaves the skip connection out
@@ -69,16 +74,17 @@ struct mLSTMParameters {
 ///         (41, 42)
 ///
 /// where u = q - w is the key that leaves the window at q, so its score has seen the w tokens after it.
-/// cap(y) = c tanh(y / c) with c = gate_softcap > 0, and the identity with 0. Norm is an RMS norm over d_v
-/// with a learned gain and epsilon 1e-6, or the identity.
+/// cap(y) = c tanh(y / c) with c = gate_softcap > 0, and the identity with 0. Norm is an RMS norm or a
+/// LayerNorm over d_v (`norm`) with a learned gain and epsilon 1e-6, or the identity.
 ///
 /// **The stabilized frame.** Only (C, z) scaled by exp(-m) are stored, with
 ///
 ///     m_t = max(log f_t + m_{t-1}, log i_t),  m before the first token = -infinity
 ///
 /// so that m_t is the logarithm of the largest weight that any token has in C_t, and that weight is 1 as
-/// stored. h does not depend on the frame, save for one clamp: the divisor is max(q~^T z, 1e-6) with **z in
-/// this frame**. It acts only where q~ is all but orthogonal to every k~ that still counts.
+/// stored. h does not depend on the frame, save for one clamp: the divisor is max(q~^T z, 1e-30) with **z in
+/// this frame**. Sums of positive numbers keep their relative precision down to the least normal float, 1e-38,
+/// so the clamp acts only near the numbers that fp32 does not have, and h is eq. 41's everywhere else.
 ///
 /// **State** per (sequence, head), state_size() numbers: C [d_qk][d_v], z [d_qk], then m as a sum of two
 /// numbers (the second holds the rounding error of the first: with forget gates near 1, m changes by less
@@ -96,7 +102,7 @@ struct mLSTMScorer {
     using parameters = mLSTMParameters<Float>;
     using feature_map = Feature;
     using value_path = Values;
-    static constexpr double clamp = 1e-6;         ///< the least divisor of a read, in the stabilized frame
+    static constexpr double clamp = 1e-30;        ///< the least divisor of a read, in the stabilized frame
     static constexpr double norm_epsilon = 1e-6;  ///< added to the mean square
     /// log f is at least this, whose exponential is 0: so a gate that is shut, a bias of -infinity, is a
     /// number that chunks can add up.
@@ -110,12 +116,18 @@ struct mLSTMScorer {
         0;  ///< width of v~; 0 stands for head_dim_vo / 2 (ProjectedValues) or head_dim_vo (DirectValues)
     float gate_softcap = 0.0f;
     mLSTMParameters<const float> weights{};
+    mlstm_norm norm = mlstm_norm::rms;  ///< which norm, where weights.norm_gain is given
 
     [[nodiscard]] std::int32_t input_size() const { return head_dim_qk + head_dim_vo; }
     [[nodiscard]] std::int32_t features() const { return d_qk != 0 ? d_qk : head_dim_qk; }
     [[nodiscard]] std::int32_t projection() const { return Feature::projection(features()); }
     [[nodiscard]] std::int32_t value_width() const {
         return d_v != 0 ? d_v : Values::default_width(head_dim_vo);
+    }
+
+    /// Whether h is centered before its norm.
+    [[nodiscard]] KVPOLICY_HOST_DEVICE constexpr bool centered() const {
+        return norm == mlstm_norm::layer && weights.norm_gain != nullptr;
     }
 
     [[nodiscard]] std::size_t state_size() const {

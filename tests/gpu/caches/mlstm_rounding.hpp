@@ -31,6 +31,7 @@
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <numeric>
 #include <type_traits>
 #include <vector>
 
@@ -249,12 +250,20 @@ class mLSTMRounding {
         const bool clamped = divisor.value < S::clamp;
         const double d = clamped ? S::clamp : divisor.value;
         std::vector<double> h(width_), of_h(width_);
-        double squares = 0.0;
+        double mean = 0.0, squares = 0.0;
         for (std::size_t e = 0; e < width_; ++e) {
             const Sum sum = sum_of(state_.data() + e, rounded_.data() + e, width_);
             h[e] = sum.value / d;
             of_h[e] = sum.variance / square(d) + square(2.0 * unit * h[e]);
-            squares += square(h[e]);
+            mean += scorer_.centered() ? h[e] / static_cast<double>(width_) : 0.0;
+        }
+        // h is centered for a LayerNorm, down to j.
+        for (std::size_t e = 0; e < width_ && scorer_.centered(); ++e) {
+            of_h[e] += square(2.0 * unit * (std::fabs(h[e]) + std::fabs(mean)));
+            h[e] -= mean;
+        }
+        for (const double x : h) {
+            squares += square(x);
         }
         // The score, J = d score / d h, and the roundings from h on.
         const bool normed = weights.norm_gain != nullptr;
@@ -280,6 +289,13 @@ class mLSTMRounding {
             variance += square(common) * square(unit) * (width + 16.0);
             for (std::size_t e = 0; e < width_; ++e) {
                 j[e] -= h[e] * square(scale) * along / width;
+            }
+        }
+        if (scorer_.centered()) {
+            const double shift = std::accumulate(j.begin(), j.end(), 0.0) / width;
+            for (std::size_t e = 0; e < width_; ++e) {
+                j[e] -= shift;
+                h[e] += mean;  // as the quotients below have it
             }
         }
         variance += square(unit * score);

@@ -56,6 +56,22 @@ TEST_CASE("mLSTMScorer") {
     check_scorer(direct, false);
 }
 
+// By a cluster, a batch, a block, and in chunks.
+TEST_CASE("mLSTMScorer with a LayerNorm") {
+    auto hedgehog = sized<mLSTMScorer<>>();
+    hedgehog.d_qk = 20;
+    hedgehog.norm = mlstm_norm::layer;
+    check_scorer(hedgehog, true, 3, 30);
+    check_scorer(hedgehog, true, 150, 6);
+    auto odd = sized<mLSTMScorer<dynamic, Softmax, DirectValues>>();
+    odd.d_qk = 17;  // which clusters do not take
+    odd.norm = mlstm_norm::layer;
+    check_scorer(odd, true, 2, 12);
+    auto half = sized<mLSTMScorer<>>();
+    half.norm = mlstm_norm::layer;
+    check_scorer<bf16>(half, true, 17, 12);
+}
+
 // Sequences that share a cluster of blocks, several groups of them one after the other, some without tokens.
 TEST_CASE("mLSTMScorer, many sequences") {
     auto hedgehog = sized<mLSTMScorer<>>();

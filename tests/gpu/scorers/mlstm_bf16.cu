@@ -253,6 +253,10 @@ TEST_CASE("a delay beyond every sequence: nothing is scored") {
     }
 }
 
+TEST_CASE("LayerNorms") { check_layer_norms<bf16>("bf16"); }
+
+TEST_CASE("peaked features") { check_peaked<bf16>("bf16"); }
+
 TEST_CASE("GPUs with less shared memory") {
     for (const int gpu : {test::small_gpu, test::middle_gpu}) {
         const test::LesserGpu as(gpu);
@@ -263,6 +267,7 @@ TEST_CASE("GPUs with less shared memory") {
             check<bf16>(wide, ctx + ", 128 and 64", shaped<Plain>(wide), drawing({}, true, false));
             check<bf16>(wide, ctx + ", 128 and 128", shaped<SoftmaxDirect>(wide), drawing({}, true, true));
         }
+        check_layer_norms<bf16>(ctx);
         Case packed = sized(500, 70, 128);
         packed.name = "packed";
         packed.edges = {0, 1, 65, 65, 499, 500};

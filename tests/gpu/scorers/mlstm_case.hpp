@@ -79,6 +79,57 @@ void check(Case c, const std::string& name, const S& shape, const Drawing& how,
     check_gradients<T>(c, weights, allowed);
 }
 
+/// LayerNorms of every kernel: both widths, odd ones, chunks in segments, packed.
+template <class T>
+void check_layer_norms(const std::string& name) {
+    const auto with_layer = [](auto shape) {
+        shape.norm = mlstm_norm::layer;
+        return shape;
+    };
+    for (const auto& [length, delay] : {std::pair{65, 1}, {300, 130}}) {
+        const Case c = sized(length, delay, 64);
+        check<T>(c, name, with_layer(shaped<Plain>(c)), drawing({}, true, true));
+        check<T>(c, name + ", direct", with_layer(shaped<SoftmaxDirect>(c)), drawing({}, true, false));
+    }
+    Case odd = sized(150, 10, 40);
+    odd.head_dim_vo = 24;
+    odd.edges = {0, 40, 150};
+    check<T>(odd, name + ", odd", with_layer(shaped<Plain>(odd, 20, 11)), drawing({}, true, true));
+    if constexpr (!std::is_same_v<T, float>) {
+        const Case wide = sized(200, 20, 128);
+        check<T>(wide, name + ", 128 and 64", with_layer(shaped<Plain>(wide)), drawing({}, true, false));
+        check<T>(wide, name + ", 128 and 128", with_layer(shaped<SoftmaxDirect>(wide)),
+                 drawing({}, true, true));
+    }
+}
+
+/// Softmax features of unit-normal projections and a memory that forgets: q~ . z is far below 1e-6 in the
+/// stabilized frame for many reads. Weights are rounded to T first, so that projections of 16-bit rows are
+/// those of the reference to fp32, and the roundings that follow are those that tolerance() counts.
+template <class T>
+void check_peaked(const std::string& name) {
+    using S = mLSTMScorer<dynamic, Softmax, ProjectedValues>;
+    for (const auto& [length, delay] : {std::pair{60, 4}, {300, 10}}) {
+        Case c = sized(length, delay, 32);
+        c.name = name + ", peaked, " + c.name;
+        const Drawing usual = drawing({0.0, 0.1, -2.0, 0.05}, false, false);
+        Weights<S> weights(
+            shaped<S>(c, 32, 16),
+            [&](const std::string& array) {
+                return array == "w_q" || array == "w_k" ? Draw{1.0} : usual(array);
+            },
+            c.seed);
+        for (std::size_t i = 0; i < weights.arrays.size(); ++i) {
+            for (float& w : weights.arrays[i].values) {
+                w = static_cast<float>(stored<T>(static_cast<double>(w)));
+            }
+            weights.memory[i] = std::make_unique<Device<float>>(weights.arrays[i].values);
+        }
+        check_scores<T>(c, weights, tolerance<T>());
+        check_gradients<T>(c, weights, tolerance<T>());
+    }
+}
+
 inline bool same_bits(const std::vector<float>& a, const std::vector<float>& b) {
     return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
 }

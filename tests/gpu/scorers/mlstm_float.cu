@@ -22,6 +22,10 @@ TEST_CASE("chunks, both widths") {
     }
 }
 
+TEST_CASE("LayerNorms") { check_layer_norms<float>("float"); }
+
+TEST_CASE("peaked features") { check_peaked<float>("float"); }
+
 TEST_CASE("GPUs with less shared memory") {
     for (const int gpu : {test::small_gpu, test::middle_gpu}) {
         const test::LesserGpu as(gpu);
@@ -197,9 +201,8 @@ TEST_CASE("the committed float64 vectors") {
     for (std::int64_t i = 0; i < cases.shape[0]; ++i) {
         const std::int32_t* n = cases.row(i);
         const float* x = levels.row(i);
-        test::mlstm_case c{n[0] != 0, n[1] != 0, n[2],      n[3],       n[4],       n[5],  n[6],
-                           n[7],      n[8],      n[9] != 0, n[10] != 0, n[11] != 0, n[12], x[0],
-                           x[1],      x[2],      x[3],      x[4],       x[5],       x[6],  {}};
+        test::mlstm_case c{n[0] != 0,  n[1] != 0, n[2], n[3], n[4], n[5], n[6], n[7], n[8], n[9], n[10] != 0,
+                           n[11] != 0, n[12],     x[0], x[1], x[2], x[3], x[4], x[5], x[6], {}};
         c.cu.assign(cu.data() + cu_offsets[i], cu.data() + cu_offsets[i + 1]);
         const double* const reference =
             vectors.get<double>("mlstm_scores").data() + vectors.get<std::int32_t>("mlstm_offsets")[i];

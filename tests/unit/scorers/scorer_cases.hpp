@@ -51,7 +51,8 @@ inline std::vector<float> draw(std::int32_t seed, array name, std::int64_t count
 struct mlstm_case {
     bool hedgehog = true, projected = true;
     std::int32_t head_dim_qk = 16, head_dim_vo = 16, d_qk = 16, d_v = 8, heads = 2, length = 150, delay = 10;
-    bool norm = false, skip = false, biases = true;
+    std::int32_t norm = 0;  // 1: an RMS norm, 2: a LayerNorm
+    bool skip = false, biases = true;
     std::int32_t seed = 1;
     float gate_softcap = 0.0f, weight_scale = 1.0f, input_scale = 0.5f, input_bias = 0.0f,
           forget_scale = 0.5f, forget_bias = 3.0f, value_scale = 1.0f;
@@ -119,9 +120,10 @@ struct mlstm_weights {
             s.weights.b_f = b_f.data();
             s.weights.readout_bias = readout_bias.data();
         }
-        if (c.norm) {
+        if (c.norm != 0) {
             s.weights.norm_gain = norm_gain.data();
         }
+        s.norm = c.norm == 2 ? kvpolicy::mlstm_norm::layer : kvpolicy::mlstm_norm::rms;
         if (c.skip) {
             s.weights.skip = skip.data();
         }

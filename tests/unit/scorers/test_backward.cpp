@@ -137,7 +137,7 @@ void check_against_differences(const S& scorer, const Result<S, double>& got, te
 /// score[h][t] as the sums that the recurrence stands for (KVpop, E.3 and E.4), NaN where a key never leaves.
 template <class S>
 std::vector<double> mlstm_reference(const S& s, const test::mlstm_case& c, const test::Tensor<double>& k,
-                                    const test::Tensor<double>& v, std::int32_t* clamped = nullptr) {
+                                    const test::Tensor<double>& v, double* least = nullptr) {
     const std::int32_t inputs = c.head_dim_qk + c.head_dim_vo, features = c.d_qk, half = c.d_qk / 2;
     const std::int32_t rows = c.hedgehog ? half : features;
     std::vector<double> scores(static_cast<std::size_t>(c.heads * c.length), std::nan(""));
@@ -214,17 +214,21 @@ std::vector<double> mlstm_reference(const S& s, const test::mlstm_case& c, const
                         read[e] += weight * value[at][e];
                     }
                 }
-                if (clamped != nullptr && divisor < 1e-6) {
-                    ++*clamped;
+                if (least != nullptr) {
+                    *least = std::min(*least, divisor);
                 }
-                double mean_square = 0.0, score = 0.0;
+                double mean = 0.0, mean_square = 0.0, score = 0.0;
                 for (double& e : read) {
-                    e /= std::max(divisor, 1e-6);
+                    e /= std::max(divisor, 1e-30);
+                    mean += c.norm == 2 ? e / c.d_v : 0.0;
+                }
+                for (double& e : read) {
+                    e -= mean;
                     mean_square += e * e / c.d_v;
                 }
                 for (std::int32_t e = 0; e < c.d_v; ++e) {
                     double one = read[static_cast<std::size_t>(e)];
-                    if (c.norm) {
+                    if (c.norm != 0) {
                         one *= static_cast<double>(s.weights.norm_gain[h * c.d_v + e]) /
                                std::sqrt(mean_square + 1e-6);
                     }
@@ -283,7 +287,7 @@ std::vector<test::mlstm_case> mlstm_cases() {
     test::mlstm_case base;
     base.weight_scale = 0.5f;
     base.value_scale = 0.5f;
-    std::vector<test::mlstm_case> all(9, base);
+    std::vector<test::mlstm_case> all(11, base);
     all[1].hedgehog = false, all[1].norm = true, all[1].skip = true;
     all[2].projected = false, all[2].d_v = 16, all[2].norm = true;
     all[3].hedgehog = false, all[3].projected = false, all[3].d_v = 16, all[3].gate_softcap = 2.0f;
@@ -293,6 +297,9 @@ std::vector<test::mlstm_case> mlstm_cases() {
     all[7].head_dim_qk = 5, all[7].head_dim_vo = 7, all[7].d_qk = 6, all[7].d_v = 3, all[7].input_bias = 8.0f,
     all[7].forget_bias = 0.0f;
     all[8].length = 9, all[8].delay = 10;  // nothing leaves
+    all[9].norm = 2, all[9].skip = true;
+    all[10].hedgehog = false, all[10].projected = false, all[10].d_v = 16, all[10].norm = 2,
+    all[10].length = 70;
     for (std::size_t i = 0; i < all.size(); ++i) {
         all[i].seed = static_cast<std::int32_t>(i) + 3;
     }
@@ -489,9 +496,9 @@ TEST_CASE("mLSTM: where the divisor's clamp acts, gradients stay finite and thos
     for (const auto& array : got.gradients.arrays) {
         CHECK(std::all_of(array.begin(), array.end(), [](double x) { return std::isfinite(x); }));
     }
-    std::int32_t clamped = 0;
-    mlstm_reference(scorer, c, in.k, in.v, &clamped);
-    CHECK(clamped > 0);
+    double least = 1.0;
+    mlstm_reference(scorer, c, in.k, in.v, &least);
+    CHECK(least < 1e-30);
     const std::vector<double>& d = got.gradients.arrays[2];
     for (std::size_t at = 0; at < d.size(); at += test::rounds(37, 397)) {
         float* x = const_cast<float*>(scorer.weights.w_v) + at;
@@ -506,6 +513,103 @@ TEST_CASE("mLSTM: where the divisor's clamp acts, gradients stay finite and thos
                 return sum;
             });
         CHECK(test::relative(d[at], slope, largest(d)) < 1e-6);
+    }
+}
+
+// Softmax features of unit-normal projections are so peaked that q~ . z is far below 1e-6 in the stabilized
+// frame. All its terms are positive, so their sum is exact to rounding, and so are h and its gradients.
+TEST_CASE("mLSTM: peaked features have eq. 41's scores and gradients, in double and in fp32") {
+    test::mlstm_case c;
+    c.hedgehog = false, c.head_dim_qk = 32, c.head_dim_vo = 32, c.d_qk = 32, c.d_v = 16, c.length = 90,
+    c.delay = 4, c.heads = 1, c.forget_bias = -2.0f, c.seed = 60;
+    test::mlstm_weights weights(c);
+    std::mt19937 generator(12);
+    std::normal_distribution<float> normal;
+    for (std::vector<float>* array : {&weights.w_q, &weights.w_k}) {
+        for (float& w : *array) {
+            w = normal(generator);
+        }
+        quantize(*array);
+    }
+    const auto scorer = weights.scorer<mLSTMScorer<dynamic, Softmax, ProjectedValues>>();
+    const mlstm_inputs in(c, 13);
+    double least = 1.0;
+    const std::vector<double> exact = mlstm_reference(scorer, c, in.k, in.v, &least);
+    CHECK(least > 1e-30);
+    CHECK(least < 1e-7);
+    test::Tensor<float> k(1, 1, c.length, 32), v(1, 1, c.length, 32);
+    test::Plane<float> d(1, 1, c.length);
+    test::Plane<double> d_exact(1, 1, c.length);
+    for (std::size_t i = 0; i < k.data.size(); ++i) {
+        k.data[i] = static_cast<float>(in.k.data[i]);
+        v.data[i] = static_cast<float>(in.v.data[i]);
+    }
+    for (std::size_t i = 0; i < d.data.size(); ++i) {
+        d.data[i] = static_cast<float>(in.d.data[i]);
+        d_exact.data[i] = static_cast<double>(d.data[i]);
+    }
+    // |y| < 40 is a sum of 64 products, off by at most 64 * 40 * 2^-24 / 4 = 4e-5 and mostly by a tenth; it is
+    // the relative error of a feature. Of q~ and k~ together, against values that differ by up to 4.
+    constexpr double fp32 = 1e-4;
+    for (const form how : {form::recurrent, form::chunkwise}) {
+        const auto of_double = test::score_all<decltype(scorer), double>(
+            host{1}, scorer, in.k.view(), in.v.view(), c.sequences(), c.delay, how, 0.0);
+        const auto of_float = test::score_all<decltype(scorer), float>(host{1}, scorer, k.view(), v.view(),
+                                                                       c.sequences(), c.delay, how, 0.0f);
+        for (std::size_t t = 0; t + 4 < exact.size(); ++t) {
+            CHECK(std::abs(of_double[t] - exact[t]) < 1e-10 * (1.0 + std::abs(exact[t])));
+            CHECK(std::abs(static_cast<double>(of_float[t]) - exact[t]) < fp32 * (1.0 + std::abs(exact[t])));
+        }
+    }
+    const auto loss = [&] {
+        const std::vector<double> scores = mlstm_reference(scorer, c, in.k, in.v);
+        double sum = 0.0;
+        for (std::size_t i = 0; i < scores.size(); ++i) {
+            sum += std::isnan(scores[i]) ? 0.0 : scores[i] * d_exact.data[i];
+        }
+        return sum;
+    };
+    const auto got = run_backward<double>(host{1}, scorer, in.k, in.v, c.sequences(), c.delay, d_exact);
+    const auto of_float = run_backward<float>(host{1}, scorer, k, v, c.sequences(), c.delay, d);
+    for (const std::size_t array : {0u, 1u, 2u}) {  // w_q, w_k, w_v
+        CAPTURE(got.gradients.names[array]);
+        const std::vector<double>& d_w = got.gradients.arrays[array];
+        float* const w = const_cast<float*>(array == 0   ? scorer.weights.w_q
+                                            : array == 1 ? scorer.weights.w_k
+                                                         : scorer.weights.w_v);
+        for (std::size_t at = 3; at < d_w.size(); at += test::rounds(97, 397)) {
+            const double slope = test::difference(
+                static_cast<double>(w[at]), 0x1p-8, [&](double to) { w[at] = static_cast<float>(to); }, loss);
+            CHECK(test::relative(d_w[at], slope, largest(d_w)) < 1e-6);
+        }
+        for (std::size_t at = 0; at < d_w.size(); ++at) {
+            CHECK(test::relative(static_cast<double>(of_float.gradients.arrays[array][at]), d_w[at],
+                                 largest(d_w)) < fp32);
+        }
+    }
+}
+
+TEST_CASE("mLSTM: the LayerNorm of a constant read is 0, its RMS norm the gain") {
+    // One feature: h is the mean of the values, which are all (2, 2).
+    mLSTMScorer<dynamic, Softmax, DirectValues> scorer;
+    scorer.heads = 1, scorer.head_dim_qk = 1, scorer.head_dim_vo = 2, scorer.d_qk = 1;
+    const float zeros[3] = {}, ones[2] = {1.0f, 1.0f}, gain[2] = {1.0f, 1.0f};
+    scorer.weights.w_q = scorer.weights.w_k = scorer.weights.w_i = scorer.weights.w_f = zeros;
+    scorer.weights.readout = ones;
+    scorer.weights.norm_gain = gain;
+    const double k[3] = {1.0, -2.0, 0.5}, v[6] = {2.0, 2.0, 2.0, 2.0, 2.0, 2.0};
+    const Sequences sequences{1, 3};
+    for (const form how : {form::recurrent, form::chunkwise}) {
+        for (const mlstm_norm norm : {mlstm_norm::rms, mlstm_norm::layer}) {
+            scorer.norm = norm;
+            const auto scores = test::score_all<decltype(scorer), double>(
+                host{1}, scorer, view_bhsd(k, 1, 1, 3, 1), view_bhsd(v, 1, 1, 3, 2), sequences, 0, how, 7.0);
+            // 2 / sqrt(4 + 1e-6), twice SiLU of it
+            const double normed = norm == mlstm_norm::rms ? 2.0 / std::sqrt(4.0 + 1e-6) : 0.0;
+            for (const double score : scores) {
+                CHECK(std::abs(score - 2.0 * silu(normed)) < 1e-12);
+            }
+        }
     }
 }
 

@@ -30,9 +30,8 @@ std::vector<expected_case> all_cases() {
     for (std::int64_t i = 0; i < cases.shape[0]; ++i) {
         const std::int32_t* n = cases.row(i);
         const float* x = levels.row(i);
-        test::mlstm_case c{n[0] != 0, n[1] != 0, n[2],      n[3],       n[4],       n[5],  n[6],
-                           n[7],      n[8],      n[9] != 0, n[10] != 0, n[11] != 0, n[12], x[0],
-                           x[1],      x[2],      x[3],      x[4],       x[5],       x[6],  {}};
+        test::mlstm_case c{n[0] != 0,  n[1] != 0, n[2], n[3], n[4], n[5], n[6], n[7], n[8], n[9], n[10] != 0,
+                           n[11] != 0, n[12],     x[0], x[1], x[2], x[3], x[4], x[5], x[6], {}};
         c.cu.assign(cu.data() + cu_offsets[i], cu.data() + cu_offsets[i + 1]);
         out.push_back(
             {c, file().get<double>("mlstm_scores").data() + file().get<std::int32_t>("mlstm_offsets")[i]});

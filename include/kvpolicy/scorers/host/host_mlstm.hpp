@@ -94,6 +94,7 @@ struct mlstm_head {
         const auto& weights = scorer.weights;
         if (weights.norm_gain != nullptr) {
             const float* gain = weights.norm_gain + head * width;
+            center(h);
             const Real mean_square = dot(set, h, h, width) / static_cast<Real>(width);
             const Real scale = Real(1) / std::sqrt(mean_square + static_cast<Real>(Scorer::norm_epsilon));
             for (std::int32_t e = 0; e < width; ++e) {
@@ -107,6 +108,22 @@ struct mlstm_head {
             score += dot(set, x, weights.skip + head * inputs, inputs);
         }
         return score;
+    }
+
+    /// Takes the mean of h from h where the norm is a LayerNorm, and returns it; 0 elsewhere.
+    template <class Real>
+    Real center(Real* h) const {
+        Real mean = Real(0);
+        if (scorer.centered()) {
+            for (std::int32_t e = 0; e < width; ++e) {
+                mean += h[e];
+            }
+            mean /= static_cast<Real>(width);
+            for (std::int32_t e = 0; e < width; ++e) {
+                h[e] -= mean;
+            }
+        }
+        return mean;
     }
 
     /// h = numerator / max(q~ z, clamp), in place. A NaN divisor stays one.
@@ -194,6 +211,8 @@ void mLSTMScorer<D, Feature, Values>::check(std::int32_t kv_heads, std::int32_t 
                                  ", since DirectValues writes them as they are"));
     detail::require(gate_softcap >= 0.0f && std::isfinite(gate_softcap), "mLSTMScorer.gate_softcap",
                     gate_softcap, "a finite number above 0, or 0 for none");
+    detail::require(norm == mlstm_norm::rms || norm == mlstm_norm::layer, "mLSTMScorer.norm",
+                    static_cast<std::int32_t>(norm), "mlstm_norm::rms (0) or mlstm_norm::layer (1)");
     checks::check_parameters("mLSTMScorer", *this, weights);
 }
 

@@ -310,9 +310,11 @@ class mlstm_backward_head {
         for (std::int32_t e = 0; e < width; ++e) {
             h[e] *= scale;
         }
+        const Real mean = of_.center(h);
         finish_backward(t, h, n);
         Real along = Real(0);
         for (std::int32_t e = 0; e < width; ++e) {
+            h[e] += mean;
             along += n[e] * h[e];
             n[e] *= scale;
         }
@@ -351,7 +353,7 @@ class mlstm_backward_head {
         }
     }
 
-    /// From d score of token t to d h (in `d`), through readout, SiLU and norm.
+    /// From d score of token t to d h (in `d`), through readout, SiLU and norm; h is centered where that is.
     void finish_backward(std::int64_t t, const Real* h, Real* d) {
         const auto& weights = of_.scorer.weights;
         const std::int32_t width = of_.width;
@@ -386,6 +388,7 @@ class mlstm_backward_head {
         for (std::int32_t e = 0; e < width; ++e) {
             d[e] = scale * (d[e] - h[e] * along);
         }
+        of_.center(d);
     }
 
     isa set_;

@@ -278,12 +278,10 @@ class agent_mlstm_batched : private mlstm_batched_projections<View, D, Feature, 
         auto& all = *memory_.tokens;
         const std::int32_t at = taken_ % batched_reads;
         barrier_wait(shared_address(&all.summed[at]), static_cast<std::uint32_t>(taken_ / batched_reads) % 2);
-        const auto& weights = call_.scorer.weights;
         float score = 0.0f;
         if (all.leaves[e] != 0) {
             score = read_out(memory_.h + at * folds_ * call_.width, memory_.divisor + at * folds_, folds_,
-                             call_.width, memory_.readout, memory_.gain, weights, head_,
-                             static_cast<float>(Scorer::clamp), static_cast<float>(Scorer::norm_epsilon));
+                             call_.width, memory_.readout, memory_.gain, call_.scorer, head_);
             score += rows_.has_skip ? memory_.y[e * rows_.count() + rows_.skip()] : 0.0f;
         }
         warp_arrive(shared_address(&all.read[at]), lane_id());

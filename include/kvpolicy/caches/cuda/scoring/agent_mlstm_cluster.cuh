@@ -465,12 +465,10 @@ class agent_mlstm_cluster {
 
     /// The score of the entry that is this block's, by its first warp.
     __device__ void read(std::int32_t group, std::int32_t j, float skip) const {
-        const auto& weights = call_.scorer.weights;
         float score = 0.0f;
         if (memory_.tokens->leaves[block_]) {
             score = read_out(memory_.h, memory_.divisor, folds_of(call_.features), call_.width,
-                             memory_.readout, memory_.gain, weights, head_, static_cast<float>(Scorer::clamp),
-                             static_cast<float>(Scorer::norm_epsilon)) +
+                             memory_.readout, memory_.gain, call_.scorer, head_) +
                     skip;
         }
         if (lane_id() == 0) {

@@ -194,10 +194,12 @@ __device__ inline float fold_total(float x) {
 
 /// The score of a token whose memory was read: h, [folds, width], and divisors, [folds], are sums over
 /// fold_rows rows each. By a warp; `skip` counts in lane 0. readout and gain: [width].
-template <class Weights>
+template <class Scorer>
 __device__ float read_out(const float* h, const float* divisors, std::int32_t folds, std::int32_t width,
-                          const float* readout, const float* gain, const Weights& weights, std::int64_t head,
-                          float least, float epsilon) {
+                          const float* readout, const float* gain, const Scorer& scorer, std::int64_t head) {
+    constexpr auto least = static_cast<float>(Scorer::clamp);
+    constexpr auto epsilon = static_cast<float>(Scorer::norm_epsilon);
+    const auto& weights = scorer.weights;
     float divisor = 0.0f;
 #pragma unroll 4
     for (std::int32_t i = 0; i < folds; ++i) {
@@ -206,7 +208,7 @@ __device__ float read_out(const float* h, const float* divisors, std::int32_t fo
     const float scale = 1.0f / (divisor < least ? least : divisor);
     constexpr int turns = max_mlstm_width / 32;
     float read[turns];
-    float squares = 0.0f;
+    float sum = 0.0f, squares = 0.0f;
 #pragma unroll
     for (int t = 0; t < turns; ++t) {
         const std::int32_t e = 32 * t + lane_id();
@@ -218,6 +220,12 @@ __device__ float read_out(const float* h, const float* divisors, std::int32_t fo
             }
             read[t] *= scale;
         }
+        sum += read[t];
+    }
+    const float mean = scorer.centered() ? warp_total(sum) / static_cast<float>(width) : 0.0f;
+#pragma unroll
+    for (int t = 0; t < turns; ++t) {
+        read[t] -= 32 * t + lane_id() < width ? mean : 0.0f;
         squares = fmaf(read[t], read[t], squares);
     }
     squares = warp_total(squares) / static_cast<float>(width);

@@ -317,10 +317,11 @@ __device__ inline void mlstm_absorb(const mlstm_memory& memory, float* state, st
 }
 
 /// The score of the key that leaves, from the warps' parts. By one warp.
-template <class Scorer, class Weights>
-__device__ float mlstm_read(const mlstm_memory& memory, const Weights& weights, std::int64_t head,
+template <class Scorer>
+__device__ float mlstm_read(const mlstm_memory& memory, const Scorer& scorer, std::int64_t head,
                             std::int32_t width) {
-    float score = 0.0f, divisor = 0.0f;
+    const auto& weights = scorer.weights;
+    float score = 0.0f, divisor = 0.0f, sum = 0.0f;
     for (int w = 0; w < score_warps; ++w) {
         divisor += memory.divisor[w];
     }
@@ -334,7 +335,12 @@ __device__ float mlstm_read(const mlstm_memory& memory, const Weights& weights, 
         }
         h *= scale;
         memory.h[e] = h;
-        squares += h * h;
+        sum += h;
+    }
+    const float mean = scorer.centered() ? warp_total(sum) / static_cast<float>(width) : 0.0f;
+    for (std::int32_t e = lane_id(); e < width; e += 32) {
+        memory.h[e] -= mean;
+        squares += memory.h[e] * memory.h[e];
     }
     squares = warp_total(squares) / static_cast<float>(width);
     constexpr auto epsilon = static_cast<float>(Scorer::norm_epsilon);
@@ -420,8 +426,7 @@ __device__ void decode_scorer(const score_params<View, mLSTMScorer<D, Feature, V
         mlstm_absorb(memory, state, features, width, leaves);
         __syncthreads();
         if (warp_id() == 0) {
-            const float score =
-                leaves ? mlstm_read<mLSTMScorer<D, Feature, Values>>(memory, weights, head, width) : 0.0f;
+            const float score = leaves ? mlstm_read(memory, call.scorer, head, width) : 0.0f;
             if (lane_id() == 0) {
                 call.scores[std::int64_t{at.pair} * call.tokens.most + j] = score;
             }

@@ -149,6 +149,7 @@ struct chunk_outputs_backward_agent {
     struct row_numbers {
         bool in[2], clamped[2];  // the row is an output; its divisor is below the clamp
         float inverse[2], scale[2], d_score[2];
+        float mean[2];  // what a LayerNorm takes from h
     };
 
     const mlstm_params<T>& params;
@@ -218,7 +219,7 @@ struct chunk_outputs_backward_agent {
     }
 
   private:
-    /// Phase 1: h_l from N and its divisor, in place, and the sums of its squares.
+    /// Phase 1: h_l from N and its divisor, in place, centered for a LayerNorm, and the sums of its squares.
     __device__ __forceinline__ void divide(mlstm_chunk_outputs<V>& outputs, row_numbers& rows) const {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
@@ -227,16 +228,29 @@ struct chunk_outputs_backward_agent {
             rows.d_score[r] = memory.d_score[l];
             rows.clamped[r] = outputs.divisor[r] < mlstm_clamp;
             rows.inverse[r] = __fdividef(1.0f, rows.clamped[r] ? mlstm_clamp : outputs.divisor[r]);
-            float square = 0.0f;
 #pragma unroll
             for (int j = 0; j < V / 16; ++j) {
 #pragma unroll
                 for (int e = 2 * r; e < 2 * r + 2; ++e) {
                     outputs.h[0][j][e] = rows.in[r] ? outputs.h[0][j][e] * rows.inverse[r] : 0.0f;
+                }
+            }
+        }
+        if (params.centered) {
+            find_means<2>(memory.sums[3], outputs.h, width, rows.mean);
+            add_to_values<V / 2>(outputs.h, width, rows.mean, -1.0f);
+        }
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            float square = 0.0f;
+#pragma unroll
+            for (int j = 0; j < V / 16; ++j) {
+#pragma unroll
+                for (int e = 2 * r; e < 2 * r + 2; ++e) {
                     square += outputs.h[0][j][e] * outputs.h[0][j][e];
                 }
             }
-            memory.sums[1].set(l, row_sum(square));
+            memory.sums[1].set(m0 + lane / 4 + 8 * r, row_sum(square));
         }
     }
 
@@ -307,16 +321,37 @@ struct chunk_outputs_backward_agent {
         }
     }
 
+    /// Back through a LayerNorm's mean: h with its mean again, and what that adds to d so that phase 3 may
+    /// take d - h back as it does of an RMS norm, less its mean.
+    __device__ __forceinline__ void leave_center(mlstm_chunk_outputs<V>& outputs, const row_numbers& rows,
+                                                 values_type& d) const {
+        float shift[2];
+        find_means<2>(memory.sums[0], d, width, shift);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            shift[r] = rows.mean[r] * back_of(rows, r) - shift[r];
+        }
+        add_to_values<V / 2>(d, width, shift, 1.0f);
+        add_to_values<V / 2>(outputs.h, width, rows.mean, 1.0f);
+    }
+    /// d x . x scale^2 / width of the thread's row r, x being what the norm scales.
+    __device__ __forceinline__ float back_of(const row_numbers& rows, int r) const {
+        return norm ? memory.sums[2].get(m0 + lane / 4 + 8 * r) * rows.scale[r] * rows.scale[r] /
+                          static_cast<float>(width)
+                    : 0.0f;
+    }
+
     /// Phase 3: back through the norm to d N, rounded; - d g_l, and d N_l . ref_value + d g_l.
-    __device__ __forceinline__ void store_d_n(const mlstm_chunk_outputs<V>& outputs, const row_numbers& rows,
-                                              const values_type& d) const {
+    __device__ __forceinline__ void store_d_n(mlstm_chunk_outputs<V>& outputs, const row_numbers& rows,
+                                              values_type& d) const {
         float of_divisor[2] = {}, of_state[2] = {};
+        if (params.centered) {
+            leave_center(outputs, rows, d);
+        }
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const int l = m0 + lane / 4 + 8 * r;
-            const float back =
-                norm ? memory.sums[2].get(l) * rows.scale[r] * rows.scale[r] / static_cast<float>(width)
-                     : 0.0f;
+            const float back = back_of(rows, r);
             const auto to_d_n = memory.d_n.pairs_of(l, V / 2 * half + lane % 4 * 2);
 #pragma unroll
             for (int j = 0; j < V / 16; ++j) {

@@ -79,14 +79,19 @@ __device__ inline void through_readout(const Memory& memory, const float (&n)[N]
         of_warp[(8 * (four + at / 2) + c0 + at % 2) * 2] = sum;
     }
 }
-/// and of one with a norm, whose gain's sums stand beside the readout's.
+/// and of one with a norm, whose gain's sums stand beside the readout's. Centered: a LayerNorm, for which the
+/// means leave n and come back; d - n back, less its mean, is then what d - n back is of an RMS norm.
 template <class Memory, int N, class Set>
-__device__ inline void through_norm(const Memory& memory, const float (&n)[N], const float (&d_score)[2],
-                                    const float (&inverse)[2], std::int32_t width, float* of_warp,
-                                    const Set& set_pair) {
+__device__ inline void through_norm(const Memory& memory, float (&n)[N], const float (&d_score)[2],
+                                    const float (&inverse)[2], std::int32_t width, bool centered,
+                                    float* of_warp, const Set& set_pair) {
     using E = mlstm_element<bf16>;
     const int lane = lane_id(), c0 = lane % 4 * 2;
-    float scale[2];
+    float scale[2], mean[2] = {};
+    if (centered) {
+        find_row_means(n, width, mean);
+        add_to_row_values(n, width, mean, -1.0f);
+    }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         float square = 0.0f;
@@ -130,15 +135,27 @@ __device__ inline void through_norm(const Memory& memory, const float (&n)[N], c
         const int at = lane / 8;
         of_warp[(8 * (pair + at / 2) + c0 + at % 2) * 2 + lane / 4 % 2] = sum;
     }
+    float back[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-        const float back = row_sum(along[r]) * scale[r] * scale[r] / static_cast<float>(width);
+        back[r] = row_sum(along[r]) * scale[r] * scale[r] / static_cast<float>(width);
+    }
+    if (centered) {
+        float shift[2];
+        find_row_means(d, width, shift);
+        shift[0] = mean[0] * back[0] - shift[0];
+        shift[1] = mean[1] * back[1] - shift[1];
+        add_to_row_values(d, width, shift, 1.0f);
+        add_to_row_values(n, width, mean, 1.0f);
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
         const float by = scale[r] * inverse[r];
 #pragma unroll
         for (int j = 0; j < N / 4; ++j) {
             const float2 ref_value = *reinterpret_cast<const float2*>(memory.ref_value + 8 * j + c0);
-            set_pair(j, r, ref_value, by * fmaf(-n[4 * j + 2 * r], back, d[4 * j + 2 * r]),
-                     by * fmaf(-n[4 * j + 2 * r + 1], back, d[4 * j + 2 * r + 1]));
+            set_pair(j, r, ref_value, by * fmaf(-n[4 * j + 2 * r], back[r], d[4 * j + 2 * r]),
+                     by * fmaf(-n[4 * j + 2 * r + 1], back[r], d[4 * j + 2 * r + 1]));
         }
     }
 }
@@ -313,9 +330,9 @@ struct chunk_outputs_backward_hopper_agent {
     }
 
     /// Phase 4: d N, rounded; the sums of the readout's gradients; d g_l, and d N_l . ref_value + d g_l.
-    __device__ __forceinline__ void through_scores(const reads_type& outputs, row_numbers& rows,
+    __device__ __forceinline__ void through_scores(reads_type& outputs, row_numbers& rows,
                                                    d_n_type& to_n) const {
-        const float(&n)[V / 2] = outputs.n;
+        float(&n)[V / 2] = outputs.n;
         float of_divisor[2] = {}, of_state[2] = {};
         float to_h[2];
         float* const of_warp = memory.columns + warp_id() * (2 * V);
@@ -335,7 +352,7 @@ struct chunk_outputs_backward_hopper_agent {
                                fmaf(second, fmaf(-to_h[r], h[1], ref_value.y), of_state[r]));
         };
         if constexpr (Norm) {
-            through_norm(memory, n, rows.d_score, rows.inverse, width, of_warp, set_pair);
+            through_norm(memory, n, rows.d_score, rows.inverse, width, params.centered, of_warp, set_pair);
         } else {
             through_readout(memory, n, rows.d_score, rows.inverse, of_warp, set_pair);
         }

@@ -148,6 +148,29 @@ struct mlstm_output_numbers {
 };
 
 #if KVPOLICY_HOPPER_CODE
+/// find_means of a warpgroup's rows, whose values are in the lanes of a quad,
+template <int N>
+__device__ inline void find_row_means(const float (&n)[N], std::int32_t width, float (&mean)[2]) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        float sum = 0.0f;
+#pragma unroll
+        for (int j = 0; j < N / 4; ++j) {
+            sum += n[4 * j + 2 * r] + n[4 * j + 2 * r + 1];
+        }
+        mean[r] = row_sum(sum) / static_cast<float>(width);
+    }
+}
+/// and add_to_values.
+template <int N>
+__device__ inline void add_to_row_values(float (&n)[N], std::int32_t width, const float (&by)[2],
+                                         float times) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+        n[i] = 8 * (i / 4) + lane_id() % 4 * 2 + i % 2 < width ? fmaf(times, by[i / 2 % 2], n[i]) : n[i];
+    }
+}
+
 /// A thread's two rows of a chunk's outputs: N, its divisor, and what weights of pairs are made of.
 template <class E, int F, int V>
 struct mlstm_warpgroup_outputs {
@@ -233,11 +256,16 @@ struct mlstm_warpgroup_outputs {
         pin(held);
     }
     /// Scores of the rows, before bias and skip; numbers: the norm's gain and the readout's weight of each
-    /// value.
+    /// value. A LayerNorm takes their means from n.
     template <class T>
-    __device__ void score(const mlstm_params<T>& params, const float2* numbers, float (&score)[2]) const {
+    __device__ void score(const mlstm_params<T>& params, const float2* numbers, float (&score)[2]) {
         const bool norm = params.norm_gain != nullptr;
         float scale[2];
+        if (params.centered) {
+            float mean[2];
+            find_row_means(n, params.width, mean);
+            add_to_row_values(n, params.width, mean, -1.0f);
+        }
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             score[r] = 0.0f;

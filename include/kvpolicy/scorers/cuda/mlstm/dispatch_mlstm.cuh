@@ -156,6 +156,7 @@ struct mlstm_plan {
         params.b_f = weights.b_f;
         params.skip = weights.skip;
         params.norm_gain = weights.norm_gain;
+        params.centered = scorer.centered();
         params.readout = weights.readout;
         params.readout_bias = weights.readout_bias;
     }

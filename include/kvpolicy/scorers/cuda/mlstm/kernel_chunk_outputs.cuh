@@ -289,8 +289,43 @@ __device__ inline void compute_chunk_outputs(const mlstm_params<T>& params, cons
     apply_pairs(memory, outputs);
 }
 
-inline constexpr float mlstm_clamp = 1e-6f;
-inline constexpr float mlstm_norm_epsilon = 1e-6f;
+inline constexpr auto mlstm_clamp = static_cast<float>(mLSTMScorer<>::clamp);
+inline constexpr auto mlstm_norm_epsilon = static_cast<float>(mLSTMScorer<>::norm_epsilon);
+
+/// Means of a warp's two rows over their `width` values, whose sums the warps of a row exchange in `sums`; it
+/// may be written again after the next sync_rows.
+template <int Parts, int NI>
+__device__ inline void find_means(const mlstm_sums_along<Parts>& sums, const float (&h)[1][NI][4],
+                                  std::int32_t width, float (&mean)[2]) {
+    const int l = 16 * (warp_id() % 4) + lane_id() / 4;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        float sum = 0.0f;
+#pragma unroll
+        for (int j = 0; j < NI; ++j) {
+            sum += h[0][j][2 * r] + h[0][j][2 * r + 1];
+        }
+        sums.set(l + 8 * r, row_sum(sum));
+    }
+    sync_rows<Parts>();
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        mean[r] = sums.get(l + 8 * r) / static_cast<float>(width);
+    }
+}
+/// h <- h + times * by[row], of a warp's part of the values, `Columns` of them; those beyond `width` stay.
+template <int Columns, int NI>
+__device__ inline void add_to_values(float (&h)[1][NI][4], std::int32_t width, const float (&by)[2],
+                                     float times) {
+    const int n0 = Columns * (warp_id() / 4) + lane_id() % 4 * 2;
+#pragma unroll
+    for (int j = 0; j < NI; ++j) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+            h[0][j][e] = n0 + 8 * j + e % 2 < width ? fmaf(times, by[e / 2], h[0][j][e]) : h[0][j][e];
+        }
+    }
+}
 
 /// Per value of a plane's head, the norm's gain and the readout's weight: (1, 0) beyond the width.
 template <int V, int Threads, class T>
@@ -319,12 +354,26 @@ __device__ inline void score_outputs(const mlstm_params<T>& params, const Memory
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         scale[r] = __fdividef(1.0f, outputs.divisor[r] < mlstm_clamp ? mlstm_clamp : outputs.divisor[r]);
-        float square = 0.0f;
 #pragma unroll
         for (int j = 0; j < NI; ++j) {
 #pragma unroll
             for (int e = 2 * r; e < 2 * r + 2; ++e) {
                 outputs.h[0][j][e] *= scale[r];
+            }
+        }
+    }
+    if (params.centered) {
+        float mean[2];
+        find_means<Parts>(memory.sums[2], outputs.h, params.width, mean);
+        add_to_values<columns>(outputs.h, params.width, mean, -1.0f);
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        float square = 0.0f;
+#pragma unroll
+        for (int j = 0; j < NI; ++j) {
+#pragma unroll
+            for (int e = 2 * r; e < 2 * r + 2; ++e) {
                 square += outputs.h[0][j][e] * outputs.h[0][j][e];
             }
         }

@@ -76,6 +76,7 @@ struct mlstm_params {
     std::int32_t used_q = 0, used_k = 0;  // of these rows, multiples of 16
     const float *w_i = nullptr, *b_i = nullptr, *w_f = nullptr, *b_f = nullptr, *skip = nullptr;
     const float *norm_gain = nullptr, *readout = nullptr, *readout_bias = nullptr;
+    bool centered = false;  // the norm is a LayerNorm: the mean of h is taken from it first
     std::int32_t ahead =
         0;  // blocks that run at once: what one of so many later loads is brought to the L2 cache
     float* states = nullptr;  // the caller's [B, Hkv, features (width + 1) + 2], or null
