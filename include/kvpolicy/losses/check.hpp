@@ -46,6 +46,13 @@ inline void check_temperature(float temperature, float scale) {
     detail::require(std::isfinite(scale), "scale", scale, "finite");
 }
 
+/// Over what TopDistillation's student has its softmax: a student_softmax, as a number.
+inline void check_student_softmax(std::int32_t over, bool reverse) {
+    detail::require(over == 0 || over == 1, "over", over, "student_softmax::top (0) or ::all (1)");
+    detail::require(!reverse || over == 0, "reverse", "true",
+                    "false where the student's softmax is over all logits, for which the teacher has none");
+}
+
 inline void check_gate_scale(float scale) { detail::require(std::isfinite(scale), "scale", scale, "finite"); }
 
 /// The numbers of a BasicGateLoss.

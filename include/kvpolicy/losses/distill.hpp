@@ -37,6 +37,9 @@ template <Storage T>
 void top_logits(const host& ctx, input_rows<T> logits, const Sequences& sequences, rows_view<T> values,
                 rows_view<std::int32_t> indices, workspace_view workspace, const LossOptions& options = {});
 
+/// What a student's softmax is over: the teacher's top logits, or all logits of its row.
+enum class student_softmax : std::int32_t { top, all };
+
 /// KL over the teacher's top logits, both sides renormalized over that set: with p and s the softmaxes of
 /// teacher and student logits / temperature over the set,
 ///
@@ -44,11 +47,16 @@ void top_logits(const host& ctx, input_rows<T> logits, const Sequences& sequence
 ///     reverse:  sum s (log s - log p)         d z = s (log s - log p - KL) / temperature
 ///
 /// and d z = 0 outside the set. No factor of temperature^2 is applied.
+///
+/// So a student may have any logits outside the set. With student_softmax::all, s is its softmax over all
+/// logits: the forward value grows by -log of the student's mass in the set, and d z = (s - p) / temperature
+/// everywhere, with p = 0 outside. (The reverse value needs a teacher outside the set, and is refused.)
 struct TopDistillation {
     std::int32_t top = 256;    ///< logits of a token that count; all where a row has fewer
     float temperature = 1.0f;  ///< above 0
     bool reverse = false;
     float scale = 1.0f;  ///< multiplies value and gradient
+    student_softmax over = student_softmax::top;
 
     /// Bytes of workspace for the first form, and for the second.
     template <class Rows>
@@ -60,8 +68,8 @@ struct TopDistillation {
                                               const Sequences& sequences) const;
 
     /// teacher and student [B, 1, S, V]; overwrites d_student [B, 1, S, V] for the sequences'
-    /// lengths, and *value. Refuses shapes that disagree; NaN logits as above. On CUDA `top` is
-    /// at most max_top_logits.
+    /// lengths, and *value. Refuses shapes that disagree, and `reverse` with student_softmax::all;
+    /// NaN logits as above, the student's where they count. On CUDA `top` is at most max_top_logits.
     template <Storage T>
     void operator()(const host& ctx, input_rows<T> teacher, input_rows<T> student, const Sequences& sequences,
                     rows_view<T> d_student, LossValue* value, workspace_view workspace,

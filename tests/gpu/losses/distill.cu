@@ -115,8 +115,10 @@ void check_top(std::int32_t length, std::int32_t vocabulary, std::int32_t top, f
         }
     }
     for (const TopDistillation loss :
-         {TopDistillation{top, 1.0f, false, 1.0f}, TopDistillation{top, 2.5f, true, 0.5f}}) {
+         {TopDistillation{top, 1.0f, false, 1.0f}, TopDistillation{top, 2.5f, true, 0.5f},
+          TopDistillation{top, 2.5f, false, 0.5f, student_softmax::all}}) {
         CAPTURE(loss.reverse);
+        CAPTURE(loss.over == student_softmax::all);
         std::vector<float> wanted(student.size(), untouched);
         std::vector<std::byte> memory(
             loss.workspace_bytes(host_context, teacher.view(teacher.floats.data()), host_ctx));

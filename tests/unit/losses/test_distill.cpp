@@ -59,6 +59,12 @@ double reference(const TopDistillation& loss, const double* teacher, const doubl
         p_sum += std::exp(teacher[i] / tau);
         s_sum += std::exp(student[i] / tau);
     }
+    if (loss.over == student_softmax::all) {
+        s_sum = 0.0;
+        for (std::int32_t i = 0; i < vocabulary; ++i) {
+            s_sum += std::exp(student[i] / tau);
+        }
+    }
     for (const std::int32_t i : order) {
         const double p = std::exp(teacher[i] / tau) / p_sum, s = std::exp(student[i] / tau) / s_sum;
         value += loss.reverse ? s * std::log(s / p) : p * std::log(p / s);
@@ -72,7 +78,9 @@ TEST_CASE("KL over the teacher's top logits") {
     const host ctx{2};
     for (const TopDistillation loss :
          {TopDistillation{}, TopDistillation{8, 1.0f, false, 1.0f}, TopDistillation{8, 2.0f, true, 0.5f},
-          TopDistillation{1, 1.0f, false, 1.0f}, TopDistillation{37, 0.5f, true, 1.0f}}) {
+          TopDistillation{1, 1.0f, false, 1.0f}, TopDistillation{37, 0.5f, true, 1.0f},
+          TopDistillation{8, 2.0f, false, 0.5f, student_softmax::all},
+          TopDistillation{37, 1.0f, false, 1.0f, student_softmax::all}}) {
         CAPTURE(loss.top);
         Inputs in(static_cast<unsigned>(loss.top));
         const LossValue got = distill(ctx, loss, in);
@@ -101,6 +109,37 @@ TEST_CASE("KL over the teacher's top logits") {
         }
         CHECK(d.view().row(1, 0, 5)[0] == -5.0);  // beyond the length
     }
+}
+
+TEST_CASE("a student's mass outside the set counts with its softmax over all logits") {
+    double teacher[] = {3.0, 2.0, -5.0, -5.0}, student[] = {3.0, 2.0, 9.0, 9.0}, d[4];
+    const auto loss_of = [&](const TopDistillation& loss) {
+        const Sequences one{.batch = 1, .length = 1};
+        const auto of_teacher = view_bhsd<const double>(teacher, 1, 1, 1, 4);
+        test::Workspace workspace(loss.workspace_bytes(host{1}, of_teacher, one));
+        return test::value_of([&](auto* into) {
+                   loss(host{1}, of_teacher, view_bhsd<const double>(student, 1, 1, 1, 4), one,
+                        view_bhsd(d, 1, 1, 1, 4), into, workspace);
+               })
+            .value;
+    };
+    TopDistillation loss{.top = 2};
+    CHECK(std::abs(loss_of(loss)) < 1e-12);
+    CHECK(std::abs(d[2]) + std::abs(d[3]) == 0.0);
+    loss.over = student_softmax::all;
+    const double inside = std::exp(3.0) + std::exp(2.0), all = inside + 2.0 * std::exp(9.0);
+    CHECK(std::abs(loss_of(loss) - std::log(all / inside)) < 1e-12);  // 6.387
+    for (int i = 0; i < 4; ++i) {
+        const double p = i < 2 ? std::exp(teacher[i]) / inside : 0.0;
+        CHECK(std::abs(d[i] - (std::exp(student[i]) / all - p)) < 1e-12);
+    }
+    loss.reverse = true;
+    CHECK_REFUSED(loss_of(loss),
+                  "reverse: true is not allowed; it must be false where the student's softmax "
+                  "is over all logits");
+    student[3] = std::nan("");
+    loss.reverse = false;
+    CHECK_REFUSED(loss_of(loss), "student[0][0][0][3]: NaN");
 }
 
 TEST_CASE("stored top logits give the same loss, ties by index, fp32 close to double") {

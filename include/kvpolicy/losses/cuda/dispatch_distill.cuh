@@ -147,6 +147,7 @@ void TopDistillation::operator()(const cuda& ctx, input_rows<T> teacher, input_r
                                  workspace_view workspace, const LossOptions& options) const {
     namespace cb = cuda_backend;
     detail::require(top >= 1, "top", top, "1 or more");
+    checks::check_student_softmax(static_cast<std::int32_t>(over), reverse);
     detail::require(cb::top_count(*this, d_student.dim) <= max_top_logits, "top", top,
                     [] { return detail::text("at most ", max_top_logits, " on a device"); });
     checks::check_temperature(temperature, scale);
@@ -176,6 +177,7 @@ void TopDistillation::operator()(const cuda& ctx, input_rows<T> values, rows_vie
                                  LossValue* value, workspace_view workspace,
                                  const LossOptions& options) const {
     namespace cb = cuda_backend;
+    checks::check_student_softmax(static_cast<std::int32_t>(over), reverse);
     cb::check_student(temperature, scale, student, sequences, d_student);
     const std::int32_t batch = sequences.batch, heads = d_student.heads;
     checks::check_rows("values", values, batch, heads, sequences.length, values.dim);
@@ -184,7 +186,8 @@ void TopDistillation::operator()(const cuda& ctx, input_rows<T> values, rows_vie
                      [&](const cb::row_loss_params& params, std::int64_t tokens) {
                          cb::launch("top_distillation_kernel", cb::top_distillation_kernel<T>, tokens,
                                     cb::row_threads, 0, ctx, params, 1.0 / static_cast<double>(temperature),
-                                    reverse, values, indices, student, d_student);
+                                    reverse, over == student_softmax::all, values, indices, student,
+                                    d_student);
                      });
 }
 

@@ -321,8 +321,31 @@ __device__ inline double block_log_sum_exp(std::int32_t count, const Pick& at, c
     return most + log(sum_over_block<row_threads>(sum, shared));
 }
 
-/// KL of teacher and student over a token's stored logits, both renormalized over them, in double; and its
-/// gradient.
+/// block_log_sum_exp of a whole row times `inverse`. Reports a NaN.
+template <class T>
+__device__ inline double row_log_sum_exp(const T* row, std::int32_t count, double inverse,
+                                         const row_loss_params& p, std::int32_t b, double* shared) {
+    double most = -INFINITY, sum = 0.0;
+    bool bad = false;
+    for_each_number(row, count, [&](std::int32_t, float x) {
+        const double y = static_cast<double>(x) * inverse;
+        bad = bad || y != y;
+        most = y > most ? y : most;
+    });
+    if (bad) {
+        p.report(b, status_not_finite);
+    }
+    most = max_over_block<row_threads>(most, shared);
+    if (isinf(most)) {
+        return most;
+    }
+    for_each_number(row, count,
+                    [&](std::int32_t, float x) { sum += exp(static_cast<double>(x) * inverse - most); });
+    return most + log(sum_over_block<row_threads>(sum, shared));
+}
+
+/// KL of teacher and student over a token's stored logits, in double, and its gradient. The teacher is
+/// renormalized over them, the student too, or with `all` over its whole row.
 ///
 /// Grid: B * H * S, a token each. Block: row_threads. Shared memory: one number per warp (static). Reads
 /// values and indices [B, H, S, K], student [B, H, S, vocabulary] in T. Overwrites d_student [B, H, S,
@@ -330,10 +353,10 @@ __device__ inline double block_log_sum_exp(std::int32_t count, const Pick& at, c
 /// 1. Check.
 /// 2. Log-sum-exps.
 /// 3. Value.
-/// 4. Gradient: zeros, then the stored logits.
+/// 4. Gradient: zeros, or the student's softmax, then the stored logits.
 template <class T>
 __global__ void __launch_bounds__(row_threads)
-    top_distillation_kernel(const row_loss_params p, const double inverse, const bool reverse,
+    top_distillation_kernel(const row_loss_params p, const double inverse, const bool reverse, const bool all,
                             const rows_view<const T> values, const rows_view<const std::int32_t> indices,
                             const rows_view<const T> student, const rows_view<T> d_student) {
     __shared__ double shared[row_warps];
@@ -367,7 +390,8 @@ __global__ void __launch_bounds__(row_threads)
     }
     // 2. Log-sum-exps.
     const double teacher_lse = block_log_sum_exp(count, of_teacher, counts, shared);
-    const double student_lse = block_log_sum_exp(count, of_student, counts, shared);
+    const double student_lse = all ? row_log_sum_exp(y, vocabulary, inverse, p, token.b, shared)
+                                   : block_log_sum_exp(count, of_student, counts, shared);
     // 3. Value.
     double value = 0.0;
     for (std::int32_t i = thread; i < count; i += row_threads) {
@@ -379,9 +403,15 @@ __global__ void __launch_bounds__(row_threads)
     }
     value = sum_over_block<row_threads>(value, shared);
     // 4. Gradient.
-    clear_numbers(d, vocabulary);
-    __syncthreads();
     const double mean = p.scale / static_cast<double>(*p.count);
+    if (all) {
+        map_numbers(y, d, vocabulary, [&](std::int32_t, float x) {
+            return static_cast<float>(mean * inverse * exp(static_cast<double>(x) * inverse - student_lse));
+        });
+    } else {
+        clear_numbers(d, vocabulary);
+    }
+    __syncthreads();
     for (std::int32_t i = thread; i < count; i += row_threads) {
         if (counts(i)) {
             const double log_p = of_teacher(i) - teacher_lse, log_s = of_student(i) - student_lse;

@@ -140,7 +140,9 @@ double distill_token(const TopDistillation& loss, const Real* values, const std:
         return counts(i) ? static_cast<double>(student[indices[i]]) * inverse : none;
     };
     const double teacher_lse = log_sum_exp(count, of_teacher);
-    const double student_lse = log_sum_exp(count, of_student);
+    const bool all = loss.over == student_softmax::all;
+    const auto of_row = [&](std::int32_t i) { return static_cast<double>(student[i]) * inverse; };
+    const double student_lse = all ? log_sum_exp(vocabulary, of_row) : log_sum_exp(count, of_student);
     double value = 0.0;
     for (std::int32_t i = 0; i < count; ++i) {
         const double log_p = of_teacher(i) - teacher_lse;
@@ -151,7 +153,9 @@ double distill_token(const TopDistillation& loss, const Real* values, const std:
             value += weight * (loss.reverse ? log_s - log_p : log_p - log_s);
         }
     }
-    std::fill_n(d, vocabulary, Real(0));
+    for (std::int32_t i = 0; i < vocabulary; ++i) {
+        d[i] = all ? static_cast<Real>(mean * inverse * std::exp(of_row(i) - student_lse)) : Real(0);
+    }
     for (std::int32_t i = 0; i < count; ++i) {
         if (!counts(i)) {
             continue;
@@ -281,6 +285,7 @@ void TopDistillation::operator()(const host& ctx, input_rows<Real> teacher, inpu
                                  workspace_view workspace, const LossOptions& options) const {
     namespace hb = host_backend;
     detail::require(top >= 1, "top", top, "1 or more");
+    checks::check_student_softmax(static_cast<std::int32_t>(over), reverse);
     if (const checks::repaired_sequences repaired(sequences, options.status); repaired) {
         return (*this)(ctx, teacher, student, repaired.sequences, d_student, value, workspace, options);
     }
@@ -315,6 +320,7 @@ void TopDistillation::operator()(const host& ctx, input_rows<Real> values,
                                  const Sequences& sequences, rows_view<Real> d_student, LossValue* value,
                                  workspace_view workspace, const LossOptions& options) const {
     namespace hb = host_backend;
+    checks::check_student_softmax(static_cast<std::int32_t>(over), reverse);
     if (const checks::repaired_sequences repaired(sequences, options.status); repaired) {
         return (*this)(ctx, values, indices, student, repaired.sequences, d_student, value, workspace,
                        options);
@@ -327,7 +333,8 @@ void TopDistillation::operator()(const host& ctx, input_rows<Real> values,
         ctx, sequences, heads, options.status,
         [&](std::int64_t b, std::int64_t h, std::int64_t t, bool refuse) {
             const Real *of_teacher = values.row(b, h, t), *of_student = student.row(b, h, t);
-            bool good = true;
+            bool good = over == student_softmax::top ||
+                        hb::row_of_numbers(false, "student", b, h, t, of_student, vocabulary);
             for (std::int32_t i = 0; i < values.dim; ++i) {
                 const std::int32_t at = indices.row(b, h, t)[i];
                 if (at >= 0 && at < vocabulary) {
