@@ -15,6 +15,7 @@
 #include <kvpolicy/lte.hpp>
 #include <kvpolicy/masks/build.hpp>
 #include <kvpolicy/metrics/density.hpp>
+#include <kvpolicy/metrics/gates.hpp>
 #include <kvpolicy/metrics/recall.hpp>
 #include <kvpolicy/metrics/retention.hpp>
 #include <kvpolicy/quest.hpp>

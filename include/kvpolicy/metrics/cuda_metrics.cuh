@@ -5,6 +5,7 @@
 #include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/core/cuda_context.hpp>
 #include <kvpolicy/metrics/density.hpp>
+#include <kvpolicy/metrics/gates.hpp>
 #include <kvpolicy/metrics/recall.hpp>
 
 #include <cstddef>
@@ -34,6 +35,17 @@ template <AnyPolicy P>
 void evict_ratio(const cuda& ctx, const P& policy, plane_view<const expiry_t> expiry,
                  const Sequences& sequences, double* out, workspace_view workspace = {},
                  const MetricOptions& options = {});
+
+/// open_gates[b * Hkv + h]. A NaN score is not open, and sets status_nan_score.
+template <AnyPolicy P>
+void open_gates(const cuda& ctx, const P& policy, plane_view<const float> scores, const Sequences& sequences,
+                double* out, workspace_view workspace = {}, const MetricOptions& options = {});
+
+/// coverage[b * Hkv + h].
+template <AnyPolicy P>
+void coverage(const cuda& ctx, const P& policy, plane_view<const expiry_t> reference,
+              plane_view<const expiry_t> other, const Sequences& sequences, Coverage* out,
+              workspace_view workspace = {}, const MetricOptions& options = {});
 
 /// Bytes of device workspace that oracle_recall needs.
 inline std::size_t oracle_recall_workspace_bytes(const cuda& ctx, plane_view<const expiry_t> teacher,

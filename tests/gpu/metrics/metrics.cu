@@ -2,6 +2,7 @@
 #include <kvpolicy/metrics/cuda_metrics.cuh>
 #include <kvpolicy/policies/decay.hpp>
 #include <kvpolicy/policies/sink.hpp>
+#include <kvpolicy/policies/threshold_gate.hpp>
 #include <kvpolicy/policies/topk_budget.hpp>
 #include <kvpolicy/policies/window.hpp>
 
@@ -53,6 +54,8 @@ void check_metrics(const Budget& policy, const Budget& other, MaskCase& input, b
     Plane<std::int32_t> live(batch, heads, length, untouched);
     std::vector<double> dense(planes), evicted(planes);
     std::vector<Recall> recall(planes);
+    std::vector<Coverage> covered(planes);
+    coverage(host_ctx, policy, teacher.view(), student.view(), sequences, covered.data());
     live_keys(host_ctx, teacher.view(), sequences, live.view());
     density(host_ctx, teacher.view(), sequences, dense.data());
     evict_ratio(host_ctx, policy, teacher.view(), sequences, evicted.data());
@@ -74,6 +77,13 @@ void check_metrics(const Budget& policy, const Budget& other, MaskCase& input, b
     evict_ratio(ctx, policy, view, of, got_evicted.data());
     const Device<unsigned char> workspace(oracle_recall_workspace_bytes(ctx, view, of));
     oracle_recall(ctx, policy, view, student_view, of, got_recall.data(), workspace);
+    const Device<Coverage> got_covered(planes);
+    coverage(ctx, policy, view, student_view, of, got_covered.data());
+    const std::vector<Coverage> read_covered = got_covered.read();
+    for (std::size_t i = 0; i < planes; ++i) {
+        CHECK(read_covered[i].keys == covered[i].keys);
+        CHECK(read_covered[i].covered == covered[i].covered);
+    }
     same(got_live.read(), live.data, length, "live keys, " + what);
     CHECK(got_dense.read() == dense);
     CHECK(got_evicted.read() == evicted);
@@ -116,6 +126,35 @@ TEST_CASE("metrics of more heads than one launch's parameters hold, with numbers
     std::mt19937 generator(1);
     fill_scores(input.scores, Scores::random, generator);
     check_metrics(policy, policy, input, false, "300 heads");
+}
+
+TEST_CASE("shares of open gates are the host's, a NaN is closed and reported") {
+    const auto check = [](const auto& policy) {
+        constexpr std::int32_t batch = 3, heads = 2, length = 1300;
+        MaskCase input{Plane<float>(batch, heads, length), {length, 0, 700}, {}, {}};
+        std::mt19937 generator(4);
+        fill_scores(input.scores, Scores::random, generator);
+        input.scores.data[0] = 0.25f;  // a threshold
+        std::vector<double> wanted(batch * heads);
+        std::vector<std::uint32_t> told(batch, 0u);
+        const float nan = std::nanf("");
+        input.scores.data[static_cast<std::size_t>(2 * heads * length + 5)] = nan;
+        open_gates(oracle_context(), policy, input.scores.view(),
+                   input.sequences(input.lengths.data(), nullptr), wanted.data(), {},
+                   {.status = told.data()});
+        CHECK(told == std::vector<std::uint32_t>{0u, 0u, status_nan_score});
+        const Device<float> scores(input.scores.data);
+        const Device<std::int32_t> lengths(input.lengths);
+        const Device<double> got(batch * heads);
+        const Device<std::uint32_t> status(std::vector<std::uint32_t>(batch, 0u));
+        open_gates(kvpolicy::cuda{}, policy, view_bhs<const float>(scores.data(), batch, heads, length),
+                   input.sequences(lengths.data(), nullptr), got.data(), {}, {.status = status.data()});
+        CHECK(got.read() == wanted);
+        CHECK(status.read() == told);
+    };
+    const float thresholds[] = {0.25f, -0.5f};
+    check(Policy<Window<>, ThresholdGate<>>(Window<>{9}, ThresholdGate<>{per_head(thresholds, 1, 2)}));
+    check(Policy<Sink<2>, Window<4>, ThresholdGate<above>>({}, {}, ThresholdGate<above>{0.25f}));
 }
 
 TEST_CASE("captured metrics serve other masks and lengths") {

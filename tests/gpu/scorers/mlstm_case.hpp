@@ -79,6 +79,20 @@ void check(Case c, const std::string& name, const S& shape, const Drawing& how,
     check_gradients<T>(c, weights, allowed);
 }
 
+inline bool same_bits(const std::vector<float>& a, const std::vector<float>& b) {
+    return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
+}
+
+inline Case sized(std::int32_t length, std::int32_t delay, std::int32_t dim) {
+    Case c;
+    c.name = "length " + std::to_string(length) + ", delay " + std::to_string(delay);
+    c.length = length;
+    c.delay = delay;
+    c.head_dim_qk = dim;
+    c.head_dim_vo = dim;
+    return c;
+}
+
 /// LayerNorms of every kernel: both widths, odd ones, chunks in segments, packed.
 template <class T>
 void check_layer_norms(const std::string& name) {
@@ -128,20 +142,6 @@ void check_peaked(const std::string& name) {
         check_scores<T>(c, weights, tolerance<T>());
         check_gradients<T>(c, weights, tolerance<T>());
     }
-}
-
-inline bool same_bits(const std::vector<float>& a, const std::vector<float>& b) {
-    return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
-}
-
-inline Case sized(std::int32_t length, std::int32_t delay, std::int32_t dim) {
-    Case c;
-    c.name = "length " + std::to_string(length) + ", delay " + std::to_string(delay);
-    c.length = length;
-    c.delay = delay;
-    c.head_dim_qk = dim;
-    c.head_dim_vo = dim;
-    return c;
 }
 
 /// Scores and then gradients from what the scores left in the workspace: the same numbers as two calls that

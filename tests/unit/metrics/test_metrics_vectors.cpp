@@ -2,6 +2,7 @@
 // definitions on masks that no policy makes; what they refuse.
 #include <kvpolicy/masks/build.hpp>
 #include <kvpolicy/metrics/density.hpp>
+#include <kvpolicy/metrics/gates.hpp>
 #include <kvpolicy/metrics/recall.hpp>
 #include <kvpolicy/metrics/retention.hpp>
 #include <kvpolicy/policies/decay.hpp>
@@ -119,6 +120,56 @@ TEST_CASE("live keys, density, evict ratio and oracle recall are the reference's
             CHECK(recall.last == 1.0);
         });
     });
+}
+
+TEST_CASE("density by pairs and by gates, coverage of gates by layouts") {
+    const host ctx(2);
+    constexpr std::int32_t heads = 3, length = 256, window = 128;
+    // Head 0: all gates shut; head 1: all open; head 2: every fourth, whatever the window.
+    test::Plane<float> scores(1, heads, length, -3.0f);
+    for (std::int32_t t = 0; t < length; ++t) {
+        scores.at(0, 1, t) = 3.0f;
+        scores.at(0, 2, t) = t % 4 == 0 ? 0.0f : -3.0f;
+    }
+    const Policy<Window<window>, ThresholdGate<>> policy{{}, ThresholdGate<>::probability(0.5)};
+    const Sequences all{.batch = 1, .length = length};
+    const auto view = view_bhs<const float>(scores.data.data(), 1, heads, length);
+    double rho[heads], pairs[heads];
+    open_gates(ctx, policy, view, all, rho);
+    CHECK(rho[0] == 0.0);
+    CHECK(rho[1] == 1.0);
+    CHECK(rho[2] == 0.25);
+    test::Plane<expiry_t> expiry(1, heads, length);
+    test::Workspace workspace(build_mask_workspace_bytes(ctx, policy, all, heads));
+    build_mask(ctx, policy, view, all, expiry.view(), workspace);
+    density(ctx, expiry.view(), all, pairs);
+    // A window of half the sequence alone: 128 * 129 / 2 + 128 * 128 of 256 * 257 / 2 pairs.
+    CHECK(pairs[0] == 24640.0 / 32896.0);
+    CHECK(pairs[1] == 1.0);
+
+    // A layout: head 1 dense, the others a window. 128 keys leave the window; of head 2 every fourth is open.
+    test::Plane<expiry_t> layout(1, heads, length, never);
+    for (std::int32_t t = 0; t < length; ++t) {
+        layout.at(0, 0, t) = layout.at(0, 2, t) = t + window;
+    }
+    Coverage covered[heads];
+    coverage(ctx, policy, expiry.view(), layout.view(), all, covered);
+    CHECK((covered[0].keys == 0 && covered[0].covered == 0));
+    CHECK((covered[1].keys == 128 && covered[1].covered == 128));
+    CHECK((covered[2].keys == 32 && covered[2].covered == 0));
+    coverage(ctx, policy, expiry.view(), expiry.view(), all, covered);
+    CHECK((covered[2].keys == 32 && covered[2].covered == 32));
+
+    scores.at(0, 2, 4) = std::nanf("");
+    CHECK_REFUSED(open_gates(ctx, policy, view, all, rho), "scores[0][2][4]: NaN");
+    std::uint32_t status = 0;
+    open_gates(ctx, policy, view, all, rho, {}, {.status = &status});
+    CHECK(status == status_nan_score);
+    CHECK(rho[2] == 63.0 / 256.0);
+    CHECK_REFUSED(open_gates(ctx, policy, view, all, nullptr), "out: null");
+    CHECK_REFUSED(coverage(ctx, policy, expiry.view(), layout.view(), all, nullptr), "out: null");
+    test::Plane<expiry_t> other(1, 2, length, never);
+    CHECK_REFUSED(coverage(ctx, policy, expiry.view(), other.view(), all, covered), "other: 1 x 2 x 256");
 }
 
 TEST_CASE("any mask, heads of their own rules, sequences of their own lengths") {

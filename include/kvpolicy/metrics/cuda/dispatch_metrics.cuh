@@ -16,12 +16,13 @@ namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
-inline void check_metric_call(plane_view<const expiry_t> expiry, const Sequences& sequences, const char* name,
-                              const void* out) {
-    check_whole_sequences(sequences, expiry.batch, expiry.length);
-    check_shape(sequences, expiry.heads);
-    check_plane("expiry", expiry, sequences.batch, expiry.heads, sequences.length);
-    detail::require(out != nullptr || expiry.batch == 0 || expiry.heads == 0, name, "null", "device memory");
+template <class T>
+void check_metric_call(const char* of, plane_view<const T> plane, const Sequences& sequences,
+                       const char* name, const void* out) {
+    check_whole_sequences(sequences, plane.batch, plane.length);
+    check_shape(sequences, plane.heads);
+    check_plane(of, plane, sequences.batch, plane.heads, sequences.length);
+    detail::require(out != nullptr || plane.batch == 0 || plane.heads == 0, name, "null", "device memory");
 }
 
 /// Calls enqueue(batch of rules, blocks) for as many heads at a time as a launch's parameters hold.
@@ -45,7 +46,7 @@ template <class Expiry>
 void live_keys(const cuda& ctx, plane_view<const expiry_t> expiry, const Sequences& sequences,
                plane_view<std::int32_t> live, workspace_view, const MetricOptions& options) {
     namespace cb = cuda_backend;
-    cb::check_metric_call(expiry, sequences, "live",
+    cb::check_metric_call("expiry", expiry, sequences, "live",
                           sequences.length == 0 ? &sequences : static_cast<const void*>(live.data));
     cb::check_plane("live", live, sequences.batch, expiry.heads, sequences.length);
     const cb::device_scope device(ctx);
@@ -58,7 +59,7 @@ template <class Expiry>
 void density(const cuda& ctx, plane_view<const expiry_t> expiry, const Sequences& sequences, double* out,
              workspace_view, const MetricOptions& options) {
     namespace cb = cuda_backend;
-    cb::check_metric_call(expiry, sequences, "out", out);
+    cb::check_metric_call("expiry", expiry, sequences, "out", out);
     checks::check_not_packed(sequences);
     const cb::device_scope device(ctx);
     cb::report_lengths(ctx, sequences, options.status);
@@ -71,7 +72,7 @@ void evict_ratio(const cuda& ctx, const P& policy, plane_view<const expiry_t> ex
                  const Sequences& sequences, double* out, workspace_view, const MetricOptions& options) {
     const std::int32_t layer = options.layer;
     namespace cb = cuda_backend;
-    cb::check_metric_call(expiry, sequences, "out", out);
+    cb::check_metric_call("expiry", expiry, sequences, "out", out);
     checks::check_not_packed(sequences);
     policy.check_layer(layer, expiry.heads);
     const cb::device_scope device(ctx);
@@ -80,6 +81,44 @@ void evict_ratio(const cuda& ctx, const P& policy, plane_view<const expiry_t> ex
                                    [&](const cb::head_params_batch& all_params, std::int64_t blocks) {
                                        cb::launch("evict_ratio_kernel", cb::evict_ratio_kernel<expiry_t>,
                                                   blocks, cb::metric_threads, 0, ctx, expiry, sequences,
+                                                  all_params, out);
+                                   });
+}
+
+template <AnyPolicy P>
+void open_gates(const cuda& ctx, const P& policy, plane_view<const float> scores, const Sequences& sequences,
+                double* out, workspace_view, const MetricOptions& options) {
+    static_assert(P::has_gate, "kvpolicy: open_gates needs a policy with a gate");
+    namespace cb = cuda_backend;
+    cb::check_metric_call("scores", scores, sequences, "out", out);
+    policy.check_layer(options.layer, scores.heads);
+    const cb::device_scope device(ctx);
+    cb::report_lengths(ctx, sequences, options.status);
+    const auto gate = policy.gate();
+    cb::for_each_head_params_batch(policy, options.layer, scores.batch, scores.heads,
+                                   [&](const cb::head_params_batch& all_params, std::int64_t blocks) {
+                                       cb::launch("open_gates_kernel",
+                                                  cb::open_gates_kernel<std::remove_const_t<decltype(gate)>>,
+                                                  blocks, cb::metric_threads, 0, ctx, scores, sequences,
+                                                  all_params, gate, options.status, out);
+                                   });
+}
+
+template <AnyPolicy P>
+void coverage(const cuda& ctx, const P& policy, plane_view<const expiry_t> reference,
+              plane_view<const expiry_t> other, const Sequences& sequences, Coverage* out, workspace_view,
+              const MetricOptions& options) {
+    namespace cb = cuda_backend;
+    cb::check_metric_call("reference", reference, sequences, "out", out);
+    checks::check_not_packed(sequences);
+    policy.check_layer(options.layer, reference.heads);
+    cb::check_plane("other", other, sequences.batch, reference.heads, sequences.length);
+    const cb::device_scope device(ctx);
+    cb::report_lengths(ctx, sequences, options.status);
+    cb::for_each_head_params_batch(policy, options.layer, reference.batch, reference.heads,
+                                   [&](const cb::head_params_batch& all_params, std::int64_t blocks) {
+                                       cb::launch("coverage_kernel", cb::coverage_kernel<expiry_t>, blocks,
+                                                  cb::metric_threads, 0, ctx, reference, other, sequences,
                                                   all_params, out);
                                    });
 }
@@ -99,7 +138,7 @@ void oracle_recall(const cuda& ctx, const P& policy, plane_view<const expiry_t> 
                    workspace_view workspace, const MetricOptions& options) {
     const std::int32_t layer = options.layer;
     namespace cb = cuda_backend;
-    cb::check_metric_call(teacher, sequences, "out", out);
+    cb::check_metric_call("teacher", teacher, sequences, "out", out);
     checks::check_not_packed(sequences);
     policy.check_layer(layer, teacher.heads);
     cb::check_plane("student", student, sequences.batch, teacher.heads, sequences.length);

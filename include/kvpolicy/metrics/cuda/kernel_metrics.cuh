@@ -2,10 +2,12 @@
 #pragma once
 
 #include <kvpolicy/core/cuda_config.cuh>
+#include <kvpolicy/core/status.hpp>
 #include <kvpolicy/core/types.hpp>
 #include <kvpolicy/core/view.hpp>
 #include <kvpolicy/cuda/primitives/warp.cuh>
 #include <kvpolicy/masks/cuda/kernel_write_head_params.cuh>
+#include <kvpolicy/metrics/gates.hpp>
 #include <kvpolicy/metrics/recall.hpp>
 
 #include <cstdint>
@@ -154,6 +156,71 @@ __global__ void __launch_bounds__(metric_threads)
     if (threadIdx.x == 0) {
         out[std::int64_t{b} * expiry.heads + batch.first + i] =
             pairs == 0 ? 0.0 : static_cast<double>(gone) / static_cast<double>(pairs);
+    }
+}
+
+/// Which head a block of these kernels has, and its sequence.
+struct metric_head {
+    std::int32_t b, h;
+    const HeadParams& head_params;
+    std::int64_t plane, length;
+
+    __device__ metric_head(const head_params_batch& batch, const Sequences& sequences, std::int32_t heads)
+        : b(static_cast<std::int32_t>(blockIdx.x / static_cast<unsigned>(batch.count))),
+          h(batch.first + static_cast<std::int32_t>(blockIdx.x % static_cast<unsigned>(batch.count))),
+          head_params(batch.all_params[h - batch.first]),
+          plane(std::int64_t{b} * heads + h),
+          length(metric_length(sequences, b)) {}
+};
+
+/// out = the share of keys whose gate is open; 0 for an empty sequence.
+///
+/// Grid: B * batch.count, head batch.first + i of sequence b. Block: metric_threads. Shared memory: one
+/// number per warp (static). Reads scores [B, H, S], fp32. Overwrites out [B, H], double. Reports
+/// status_nan_score.
+template <class Gate>
+__global__ void __launch_bounds__(metric_threads)
+    open_gates_kernel(const plane_view<const float> scores, const Sequences sequences,
+                      const head_params_batch batch, const Gate gate, std::uint32_t* const status,
+                      double* const out) {
+    __shared__ long long memory[metric_warps];
+    const metric_head of(batch, sequences, scores.heads);
+    const float* const row = scores.head(of.b, of.h);
+    long long open = 0;
+    for (std::int64_t t = threadIdx.x; t < of.length; t += metric_threads) {
+        if (row[t] != row[t] && status != nullptr) {
+            atomicOr(status + of.b, std::uint32_t{status_nan_score});
+        }
+        open += gate.open(row[t], of.head_params) ? 1 : 0;
+    }
+    open = sum_of_block(open, memory);
+    if (threadIdx.x == 0) {
+        out[of.plane] = of.length == 0 ? 0.0 : static_cast<double>(open) / static_cast<double>(of.length);
+    }
+}
+
+/// out = the reference's long-range keys, and how many of them the other mask has.
+///
+/// Grid: B * batch.count, head batch.first + i of sequence b. Block: metric_threads. Shared memory: two
+/// numbers per warp (static). Reads reference and other [B, H, S]. Overwrites out [B, H].
+template <class Expiry>
+__global__ void __launch_bounds__(metric_threads)
+    coverage_kernel(const plane_view<const Expiry> reference, const plane_view<const Expiry> other,
+                    const Sequences sequences, const head_params_batch batch, Coverage* const out) {
+    __shared__ long long memory[2][metric_warps];
+    const metric_head of(batch, sequences, reference.heads);
+    const Expiry *const mine = reference.head(of.b, of.h), *const theirs = other.head(of.b, of.h);
+    long long keys = 0, covered = 0;
+    for (std::int64_t t = std::int64_t{of.head_params.sinks} + threadIdx.x;
+         t + of.head_params.window < of.length; t += metric_threads) {
+        const std::int64_t eligible = t + of.head_params.window;
+        keys += mine[t] > eligible ? 1 : 0;
+        covered += mine[t] > eligible && theirs[t] > eligible ? 1 : 0;
+    }
+    keys = sum_of_block(keys, memory[0]);
+    covered = sum_of_block(covered, memory[1]);
+    if (threadIdx.x == 0) {
+        out[of.plane] = Coverage{keys, covered};
     }
 }
 
