@@ -49,7 +49,8 @@ inline void live_keys(const host& ctx, plane_view<const expiry_t> expiry, const 
 }
 
 /// density[b * Hkv + h]: the share of visible pairs among the S (S + 1) / 2 causal ones; 1 is dense
-/// attention, 0 for S = 0. A window alone has some; SP-KV's density, of gates, is open_gates (metrics/gates.hpp).
+/// attention, 0 for S = 0. A window alone has some; SP-KV's density, of gates, is open_gates
+/// (metrics/gates.hpp).
 inline void density(const host& ctx, plane_view<const expiry_t> expiry, const Sequences& sequences,
                     double* out, workspace_view workspace = {}, const MetricOptions& options = {}) {
     if (const checks::repaired_sequences repaired(sequences, options.status); repaired) {

@@ -62,8 +62,8 @@ struct Coverage {
     std::int64_t covered = 0;  ///< those of them that are long-range keys of the other mask, too
 };
 
-/// out[b * Hkv + h] from two masks [B, Hkv, S], with sinks and windows of the policy's `layer`: say of trained
-/// gates, and of a layout where some heads keep all keys and the rest only their window. Overwrites.
+/// out[b * Hkv + h] from two masks [B, Hkv, S], with sinks and windows of the policy's `layer`: say of
+/// trained gates, and of a layout where some heads keep all keys and the rest only their window. Overwrites.
 /// Synchronous, O(S) per head.
 template <AnyPolicy P>
 void coverage(const host& ctx, const P& policy, plane_view<const expiry_t> reference,

@@ -83,8 +83,8 @@ struct mLSTMParameters {
 ///
 /// so that m_t is the logarithm of the largest weight that any token has in C_t, and that weight is 1 as
 /// stored. h does not depend on the frame, save for one clamp: the divisor is max(q~^T z, 1e-30) with **z in
-/// this frame**. Sums of positive numbers keep their relative precision down to the least normal float, 1e-38,
-/// so the clamp acts only near the numbers that fp32 does not have, and h is eq. 41's everywhere else.
+/// this frame**. Sums of positive numbers keep their relative precision down to the least normal float,
+/// 1e-38, so the clamp acts only near the numbers that fp32 does not have, and h is eq. 41's elsewhere.
 ///
 /// **State** per (sequence, head), state_size() numbers: C [d_qk][d_v], z [d_qk], then m as a sum of two
 /// numbers (the second holds the rounding error of the first: with forget gates near 1, m changes by less

@@ -548,8 +548,8 @@ TEST_CASE("mLSTM: peaked features have eq. 41's scores and gradients, in double 
         d.data[i] = static_cast<float>(in.d.data[i]);
         d_exact.data[i] = static_cast<double>(d.data[i]);
     }
-    // |y| < 40 is a sum of 64 products, off by at most 64 * 40 * 2^-24 / 4 = 4e-5 and mostly by a tenth; it is
-    // the relative error of a feature. Of q~ and k~ together, against values that differ by up to 4.
+    // |y| < 40 is a sum of 64 products, off by at most 64 * 40 * 2^-24 / 4 = 4e-5 and mostly by a tenth: it
+    // is the relative error of a feature. Of q~ and k~ together, against values that differ by up to 4.
     constexpr double fp32 = 1e-4;
     for (const form how : {form::recurrent, form::chunkwise}) {
         const auto of_double = test::score_all<decltype(scorer), double>(

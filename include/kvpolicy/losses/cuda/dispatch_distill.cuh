@@ -147,10 +147,10 @@ void TopDistillation::operator()(const cuda& ctx, input_rows<T> teacher, input_r
                                  workspace_view workspace, const LossOptions& options) const {
     namespace cb = cuda_backend;
     detail::require(top >= 1, "top", top, "1 or more");
-    checks::check_student_softmax(static_cast<std::int32_t>(over), reverse);
     detail::require(cb::top_count(*this, d_student.dim) <= max_top_logits, "top", top,
                     [] { return detail::text("at most ", max_top_logits, " on a device"); });
     checks::check_temperature(temperature, scale);
+    checks::check_student_softmax(static_cast<std::int32_t>(over), reverse);
     cb::check_row_call("d_student", d_student, sequences);
     const std::int32_t batch = sequences.batch, heads = d_student.heads;
     checks::check_rows("teacher", teacher, batch, heads, sequences.length, d_student.dim);
