@@ -322,15 +322,15 @@ void contiguous_life(const S& sizes, const kvpolicy::CacheShape& shape, bool opt
     arriving_life<T>(both, near, hidden_width, Chunks, turns, generator);
 }
 
-/// In a DualCache. P: a policy of S with a gate and no budget.
-template <class P, class T, bool Chunks, class S>
+/// In a DualCache. P: a policy of S with a gate and no budget, and `parts` behind its scorer.
+template <class P, class T, bool Chunks, class S, class... Parts>
 void paged_life(const S& sizes, const kvpolicy::CacheShape& shape, std::int32_t sinks, bool optional,
-                std::int32_t hidden_width, std::int32_t turns, std::uint32_t seed) {
+                std::int32_t hidden_width, std::int32_t turns, std::uint32_t seed, const Parts&... parts) {
     std::mt19937 generator(seed);
     const TwoScorers<S> scorers(sizes, optional, generator);
     BothDuals<P, T, kvpolicy::head_dims<64>, Chunks> both(
-        shape, {.slab_pages = 3, .max_slabs = 400, .max_seq_len = 2000}, P{{}, {}, {}, scorers.of_host},
-        &scorers.of_host, &scorers.of_device);
+        shape, {.slab_pages = 3, .max_slabs = 400, .max_seq_len = 2000},
+        P{{}, {}, {}, scorers.of_host, parts...}, &scorers.of_host, &scorers.of_device);
     NearExact<S> near(scorers.of_host, shape, sinks);
     arriving_life<T>(both, near, hidden_width, Chunks, turns, generator);
 }

@@ -1,4 +1,6 @@
 // WG-KV's write gate inside both caches: keys before and after RoPE, at the keys' own positions.
+#include <kvpolicy/policies/eviction.hpp>
+#include <kvpolicy/quest.hpp>
 #include <kvpolicy/wgkv.hpp>
 
 #include "arriving_case.hpp"
@@ -46,6 +48,13 @@ TEST_CASE("a DualCache of the composition that wgkv.hpp names") {
                                                  0, true, 0, 80, 2);
     paged_life<WGKV<7, StoredGate>, float, true>(gate_of<StoredGate>(6, neighbors), arriving_shape(3, 16, 24),
                                                  0, false, 0, 80, 3);
+}
+
+TEST_CASE("a DualCache of the composition that quest.hpp names: admission, eviction, selection") {
+    using Composed =
+        Policy<Sink<0>, Window<7>, ThresholdGate<at_least>, StoredGate, SnapKVEviction, QuestPages<16>>;
+    paged_life<Composed, float, true>(gate_of<StoredGate>(37, halves), arriving_shape(3, 16, 24), 0, true, 0,
+                                      40, 2, SnapKVEviction{}, QuestPages<16>{2});
 }
 
 // Steps on the tensor cores begin beside the gate's launch, as clusters and with one block a head.
