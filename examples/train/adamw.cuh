@@ -28,10 +28,11 @@ inline constexpr int max_blocks = 256;
 inline constexpr int max_updaters = 1024;
 inline constexpr int max_arrays = 24;
 
-/// Which elements decay: array i ends at ends[i].
+/// How elements decay, and their factors of the rate: array i ends at ends[i].
 struct Arrays {
     std::int64_t ends[max_arrays];
     double decay[max_arrays];
+    double rate[max_arrays];
     int count = 0;
 };
 
@@ -108,7 +109,8 @@ static __global__ void __launch_bounds__(threads)
         second[i] = static_cast<float>(v);
         const auto p = static_cast<double>(parameters[i]);
         const double move = m / correct1 / (sqrt(v / correct2) + step.epsilon);
-        parameters[i] = static_cast<float>(p - step.rate * (move + arrays.decay[array] * p));
+        parameters[i] =
+            static_cast<float>(p - step.rate * arrays.rate[array] * (move + arrays.decay[array] * p));
     }
 }
 
@@ -144,6 +146,7 @@ class DeviceAdamW {
     struct Array {
         std::size_t count;
         bool decays;
+        double rate = 1.0;
     };
 
     DeviceAdamW(const AdamWOptions& options, const std::vector<Array>& arrays) : options_(options) {
@@ -157,6 +160,7 @@ class DeviceAdamW {
             count_ += array.count;
             arrays_.ends[arrays_.count] = static_cast<std::int64_t>(count_);
             arrays_.decay[arrays_.count] = array.decays ? options.weight_decay : 0.0;
+            arrays_.rate[arrays_.count] = array.rate;
             ++arrays_.count;
         }
         for (DeviceArray<float>* memory : {&parameters, &gradients, &first, &second}) {

@@ -48,8 +48,8 @@ struct AdamWOptions {
 ///     g <- g min(1, clip / |g|)        m <- b1 m + (1 - b1) g        v <- b2 v + (1 - b2) g^2
 ///     p <- p - rate (m / (1 - b1^n) / (sqrt(v / (1 - b2^n)) + epsilon) + decay p)
 ///
-/// All in one order, so that the same gradients give the same bits. Saving `arrays` (moments) and steps_taken
-/// beside the parameters resumes exactly.
+/// with the step's rate times the array's own factor. All in one order, so that the same gradients give the
+/// same bits. Saving `arrays` (moments) and steps_taken beside the parameters resumes exactly.
 class AdamW {
   public:
     struct Array {
@@ -57,14 +57,15 @@ class AdamW {
         float* parameters;
         std::vector<float> gradient, first, second;
         bool decays;
+        double rate;  ///< times the step's
     };
 
     explicit AdamW(AdamWOptions options = {}) : options_(options) {}
 
     /// Adds an array; its gradient's address stays. Norm gains and biases, say, should not decay.
-    float* add(std::string name, float* parameters, std::size_t count, bool decays) {
+    float* add(std::string name, float* parameters, std::size_t count, bool decays, double rate = 1.0) {
         const std::vector<float> zeros(count, 0.0f);
-        arrays.push_back({std::move(name), parameters, zeros, zeros, zeros, decays});
+        arrays.push_back({std::move(name), parameters, zeros, zeros, zeros, decays, rate});
         return arrays.back().gradient.data();
     }
 
@@ -108,7 +109,7 @@ class AdamW {
                 array.second[i] = static_cast<float>(v);
                 const double p = static_cast<double>(array.parameters[i]);
                 const double move = m / correct1 / (std::sqrt(v / correct2) + options_.epsilon);
-                array.parameters[i] = static_cast<float>(p - rate * (move + decay * p));
+                array.parameters[i] = static_cast<float>(p - rate * array.rate * (move + decay * p));
             }
         }
         return size;

@@ -43,6 +43,9 @@ std::map<std::string, std::string> Trainer<S>::run_settings() const {
     put("balance", o.balance);
     put("positions", o.positions);
     put("late", o.late);
+    if (o.decay && o.decay_rate != 1.0) {  // files of before, whose factor was 1, do not say it
+        put("decay_rate", o.decay_rate);
+    }
     put("rate", o.rate);
     put("last_rate", o.last_rate);
     put("warm_up", o.warm_up);
@@ -93,7 +96,11 @@ void Trainer<S>::resume(const std::string& file) {
             file, spec.sinks, spec.window, spec.gamma_min, spec.gamma_max, mine.sinks, mine.window,
             mine.gamma_min, mine.gamma_max);
     }
-    for (const auto& [key, value] : run_settings()) {
+    auto settings = run_settings();
+    if (spec.training.contains("decay_rate")) {
+        settings.try_emplace("decay_rate", "1");
+    }
+    for (const auto& [key, value] : settings) {
         const auto found = spec.training.find(key);
         if (found == spec.training.end() || found->second != value) {
             llama::fail("{}: is a checkpoint of a run with {} {}; this run has {}", file, key,

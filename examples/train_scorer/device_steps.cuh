@@ -225,8 +225,8 @@ class ScorerSteps final : public DeviceSteps {
         }
         if (job.decay) {
             all.push_back(
-                {static_cast<std::size_t>(job.spec.layers) * static_cast<std::size_t>(job.spec.heads),
-                 false});
+                {static_cast<std::size_t>(job.spec.layers) * static_cast<std::size_t>(job.spec.heads), false,
+                 job.decay_rate});
         }
         return all;
     }

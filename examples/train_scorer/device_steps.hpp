@@ -30,6 +30,7 @@ struct DeviceJob {
     kvpolicy::BoundaryLoss loss;  ///< a step's, without a seed; held-out numbers take all queries
     AdamWOptions optimizer;
     bool decay = true;
+    double decay_rate = 1.0;  ///< alpha's factor of a step's rate
     bool fp32_rows = false;
 };
 

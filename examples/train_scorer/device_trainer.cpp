@@ -19,6 +19,7 @@ DeviceTrainer<S>::DeviceTrainer(const kvpolicy::host& ctx, const Options& option
     job.loss.scale = static_cast<float>(1.0 / (options.spec.layers * options.batch));
     job.optimizer = {.weight_decay = options.weight_decay, .clip = options.clip};
     job.decay = options.decay;
+    job.decay_rate = options.decay_rate;
     job.fp32_rows = options.fp32_rows;
     const ExampleGetter training = [&source](std::size_t i) -> const Example& { return source.get(i); };
     const ExampleGetter watched = [held_out](std::size_t i) -> const Example& { return held_out->get(i); };

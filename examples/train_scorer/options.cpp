@@ -44,17 +44,20 @@ the scorer (one a layer and KV head) and its policy:
   --hidden N              mlp (128)
   --d-qk N  --d-v N       mlstm: width of the features (64) and of the memory's values (32)
   --softcap C             mlstm: of the gates (15; 0: none)
-  --norm  --skip          mlstm: RMS norm before the read-out; skip connection
+  --norm  --layer-norm    mlstm: RMS norm, or a LayerNorm per head, before the read-out
+  --skip                  mlstm: skip connection
   --immediate             mlstm: scores on arrival, not when a key leaves the window
   --sinks N (4)  --window N (64)  --budgets LIST of entries per head, taken in turn (1024,512,256)
   --beta B (2)            of the target, 1 (the paper's) to inf   --aggregate max|mean (max)
   --look-ahead L          only that many queries after the window count for the target (all)
-  --no-decay              no learned decay, which is else from --gamma-min G (0.999) to --gamma-max G (1)
+  --no-decay              no learned decay, which is else from --gamma-min G (0.999) to --gamma-max G
+                          (0.999999, the paper's)
 
 the loss and the optimizer:
   --temperature T (1)  --omega-min O (0)  --margin-temperature T (1)  --no-balance
   --positions N           queries drawn a head and step (1024; 0: all)   --late SHARE (0.5)
   --steps N (300)  --batch N (1)  --rate R (1e-3)  --last-rate R (8e-5)  --warm-up N (100)
+  --decay-rate F          of the learned decay's alpha, times --rate (30: it may cross the range in a run)
   --weight-decay W (1e-4)  --clip C (1)  --seed N (1)  --threads N (all)
 
 where it runs:
@@ -184,12 +187,16 @@ void check_task(const Options& o, const Given& given) {
 void check_needs(const Options& o, const Given& given) {
     if (o.spec.kind == "mlp") {
         refuse(given, {"--immediate"}, "is for --scorer mlstm; an mlp always scores on arrival");
-        refuse(given, {"--d-qk", "--d-v", "--softcap", "--norm", "--skip"}, "needs --scorer mlstm");
+        refuse(given, {"--d-qk", "--d-v", "--softcap", "--norm", "--layer-norm", "--skip"},
+               "needs --scorer mlstm");
     } else {
         refuse(given, {"--hidden"}, "needs --scorer mlp");
     }
     if (!o.decay) {
-        refuse(given, {"--gamma-min", "--gamma-max"}, "does not go with --no-decay");
+        refuse(given, {"--gamma-min", "--gamma-max", "--decay-rate"}, "does not go with --no-decay");
+    }
+    if (o.spec.layer_norm) {
+        refuse(given, {"--norm"}, "does not go with --layer-norm; one norm is enough");
     }
     if (o.positions == 0) {
         refuse(given, {"--late"}, "does not go with --positions 0, which takes all queries");
@@ -266,6 +273,7 @@ Options parse(int argc, const char* const* argv) {
         {"--rate", count(o.rate, 0, 1e3)},
         {"--last-rate", count(o.last_rate, 0, 1e3)},
         {"--warm-up", count(o.warm_up, 0, forever)},
+        {"--decay-rate", count(o.decay_rate, 0, 1e6)},
         {"--weight-decay", count(o.weight_decay, 0, 1e3)},
         {"--clip", count(o.clip, 0, 1e9)},
         {"--seed", count(o.seed, 0, 1'000'000'000'000)},
@@ -285,9 +293,13 @@ Options parse(int argc, const char* const* argv) {
         {"--compare", count(o.compare, 1, 1 << 20)},
     };
     const std::map<std::string, std::function<void()>, std::less<>> flags{
-        {"--dump-eval", [&] { o.dump_eval = true; }}, {"--norm", [&] { o.spec.norm = true; }},
-        {"--skip", [&] { o.spec.skip = true; }},      {"--immediate", [&] { o.immediate = true; }},
-        {"--no-decay", [&] { o.decay = false; }},     {"--no-balance", [&] { o.balance = false; }},
+        {"--dump-eval", [&] { o.dump_eval = true; }},
+        {"--norm", [&] { o.spec.norm = true; }},
+        {"--skip", [&] { o.spec.skip = true; }},
+        {"--immediate", [&] { o.immediate = true; }},
+        {"--layer-norm", [&] { o.spec.layer_norm = true; }},
+        {"--no-decay", [&] { o.decay = false; }},
+        {"--no-balance", [&] { o.balance = false; }},
         {"--fp32", [&] { o.fp32 = true; }},
     };
     Given given;

@@ -43,6 +43,7 @@ struct Options {
     std::int64_t stop_after = 0;  ///< leave off after this step, with a checkpoint; 0: at the end
     std::int32_t batch = 1;
     double rate = 1e-3, last_rate = 8e-5;
+    double decay_rate = 30.0;  ///< factor of the rate for alpha, which has some units to go
     std::int64_t warm_up = 100;
     double weight_decay = 1e-4;
     double clip = 1.0;

@@ -106,7 +106,8 @@ Trainer<S>::Trainer(const kvpolicy::host& ctx, const Options& options, QkvSource
                            [&](const char*, float*& array, std::size_t, bool) { array = pointers[i++]; });
     }
     if (!alpha_.empty()) {
-        alpha_gradient_.push_back(optimizer_.add("alpha", alpha_.data(), alpha_.size(), false));
+        alpha_gradient_.push_back(
+            optimizer_.add("alpha", alpha_.data(), alpha_.size(), false, options.decay_rate));
     }
 }
 

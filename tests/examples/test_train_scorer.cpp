@@ -66,6 +66,10 @@ void resumes(const std::string& kind) {
     Trainer<S> another(ctx, other, *source, nullptr);
     CHECK(contains(message_of([&] { another.resume(checkpoint); }), "run with seed 1; this run has 2"));
     other = options;
+    other.decay_rate = 1.0;
+    Trainer<S> slower(ctx, other, *source, nullptr);
+    CHECK(contains(message_of([&] { slower.resume(checkpoint); }), "run with decay_rate 30; this run has 1"));
+    other = options;
     other.spec.hidden = 17, other.spec.d_v = 5;
     Trainer<S> wider(ctx, other, *source, nullptr);
     CHECK(contains(message_of([&] { wider.resume(checkpoint); }), "checkpoint of another architecture"));
@@ -122,6 +126,9 @@ TEST_CASE("options that a run would not look at are refused") {
         {"--qkv q --immediate", "--immediate: is for --scorer mlstm; an mlp always scores on arrival"},
         {"--qkv q --scorer mlstm --hidden 8", "--hidden: needs --scorer mlp"},
         {"--qkv q --no-decay --gamma-max 0.9", "--gamma-max: does not go with --no-decay"},
+        {"--qkv q --no-decay --decay-rate 2", "--decay-rate: does not go with --no-decay"},
+        {"--qkv q --layer-norm", "--layer-norm: needs --scorer mlstm"},
+        {"--qkv q --scorer mlstm --norm --layer-norm", "--norm: does not go with --layer-norm"},
         {"--qkv q --positions 0 --late 1", "--late: does not go with --positions 0, which takes all queries"},
         {"--qkv q --model m", "--model: needs --text or --tokens; beside q, k, v of a file no model runs"},
         {"--qkv q --held-out h --length 64", "--length: needs --text, whose sequences are cut so"},
@@ -385,6 +392,56 @@ TEST_CASE("scorers learn here too, and held-out numbers say so") {
         CHECK(half[h] < none[h]);
     }
     CHECK(contains(message_of([&] { examples::check_fits(read, 3, 2, 8, "f"); }), "the model has 3 layers"));
+}
+
+// A target that old keys win: teacher and student share the decay.
+TEST_CASE("a decay has a rate of its own, by which it goes where the loss wants it") {
+    const test::Folder folder;
+    Sizes s;
+    s.length = 160;
+    const auto file = write_qkv(folder, "qkv", s, as_it_is);
+    const kvpolicy::host ctx{1};
+    const auto moved = [&](double decay_rate) {
+        Options options = small("mlp", s);
+        options.steps = 100, options.positions = 0, options.rate = 1e-3, options.decay_rate = decay_rate;
+        const auto source = file_source(ctx, file, options.target);
+        Trainer<examples::Mlp> trainer(ctx, options, *source, nullptr);
+        const std::vector<float> before = trainer.alpha();
+        for (int i = 0; i < 100; ++i) {
+            trainer.step();
+        }
+        double most = 0.0;
+        for (std::size_t i = 0; i < before.size(); ++i) {
+            most = std::max(most, std::fabs(static_cast<double>(trainer.alpha()[i] - before[i])));
+        }
+        return most;
+    };
+    // AdamW's step is at most the rate in the mean, and 100 of 1e-3 with a cosine come to 0.06.
+    CHECK(moved(1.0) < 0.07);
+    CHECK(moved(30.0) > 0.5);
+}
+
+TEST_CASE("a file says which norm its mLSTMs have") {
+    const test::Folder folder;
+    examples::ScorerSpec spec = small("mlstm").spec;
+    for (const bool layer : {false, true}) {
+        spec.norm = !layer, spec.layer_norm = layer;
+        examples::ScorerStack<examples::Mlstm> stack(spec);
+        stack.initialize(1);
+        const auto file = folder.path() / "scorers";
+        examples::save_scorers(file, spec, stack, {}, {}, false);
+        const examples::TrainedScorers read = examples::load_scorers(file);
+        CHECK(read.spec.architecture() == spec.architecture());
+        const auto& scorer = std::get<examples::ScorerStack<examples::Mlstm>>(read.stack).scorers[0];
+        CHECK(scorer.weights.norm_gain != nullptr);
+        CHECK((scorer.norm == kvpolicy::mlstm_norm::layer) == layer);
+    }
+    auto metadata = examples::to_metadata(spec);
+    metadata["norm"] = "batch";
+    CHECK(contains(message_of([&] {
+                       examples::spec_of({metadata.begin(), metadata.end()}, "f");
+                   }),
+                   "f: \"norm\" is batch; it must be 0, 1 (an RMS norm) or layer"));
 }
 
 TEST_CASE("targets of a file are those of the library, and stored ones are taken") {

@@ -22,17 +22,21 @@ Mlp sized(const ScorerSpec& spec, Mlp scorer) {
 Mlstm sized(const ScorerSpec& spec, Mlstm scorer) {
     scorer.heads = spec.heads, scorer.head_dim_qk = spec.head_dim_qk, scorer.head_dim_vo = spec.head_dim_vo;
     scorer.d_qk = spec.d_qk, scorer.d_v = spec.d_v, scorer.gate_softcap = spec.gate_softcap;
+    scorer.norm = spec.layer_norm ? kvpolicy::mlstm_norm::layer : kvpolicy::mlstm_norm::rms;
     return scorer;
 }
 
 /// Optional parts of an architecture that this one leaves out.
 bool left_out(const ScorerSpec& spec, std::string_view name) {
-    return (name == "norm_gain" && !spec.norm) || (name == "skip" && !spec.skip);
+    return (name == "norm_gain" && !spec.norm && !spec.layer_norm) || (name == "skip" && !spec.skip);
 }
 
 bool is_matrix(std::string_view name) {
     return name == "w1" || name == "w_q" || name == "w_k" || name == "w_v";
 }
+
+/// What "norm" of a file says; 1 is an RMS norm.
+const std::string layer_norm_name = "layer";
 
 const char* number_names[] = {"layers", "heads", "dim_k", "dim_v", "hidden",
                               "d_qk",   "d_v",   "delay", "sinks", "window"};
@@ -56,7 +60,11 @@ std::string ScorerSpec::architecture() const {
         return fmt::format("mlp: {}, {} hidden", sizes, hidden);
     }
     return fmt::format("mlstm: {}, d_qk {}, d_v {}, softcap {}, delay {}{}{}", sizes, d_qk, d_v, gate_softcap,
-                       delay, norm ? ", norm" : "", skip ? ", skip" : "");
+                       delay,
+                       layer_norm ? ", layer norm"
+                       : norm     ? ", norm"
+                                  : "",
+                       skip ? ", skip" : "");
 }
 
 bool ScorerSpec::same_architecture(const ScorerSpec& other) const {
@@ -120,7 +128,7 @@ std::map<std::string, std::string> to_metadata(const ScorerSpec& spec) {
         out[number_names[i]] = std::to_string(*number(copy, i));
     }
     out["gate_softcap"] = fmt::format("{}", spec.gate_softcap);
-    out["norm"] = std::to_string(spec.norm ? 1 : 0);  // not a literal: a false warning of g++ 12
+    out["norm"] = spec.layer_norm ? layer_norm_name : std::to_string(spec.norm ? 1 : 0);
     out["skip"] = std::to_string(spec.skip ? 1 : 0);
     out["gamma_min"] = fmt::format("{}", spec.gamma_min);
     out["gamma_max"] = fmt::format("{}", spec.gamma_max);
@@ -167,6 +175,11 @@ ScorerSpec spec_of(const std::map<std::string, std::string, std::less<>>& metada
     parse("gamma_min", spec.gamma_min);
     parse("gamma_max", spec.gamma_max);
     spec.norm = text("norm") == "1";
+    spec.layer_norm = text("norm") == layer_norm_name;
+    if (!spec.norm && !spec.layer_norm && text("norm") != "0") {
+        llama::fail("{}: \"norm\" is {}; it must be 0, 1 (an RMS norm) or {}", file,
+                    llama::printable(text("norm")), layer_norm_name);
+    }
     spec.skip = text("skip") == "1";
     if (spec.kind == "mlstm" && spec.delay != 0 && spec.delay != spec.window) {
         llama::fail("{}: \"delay\" is {}; it must be the window, {}, or 0", file, spec.delay, spec.window);

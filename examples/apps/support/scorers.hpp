@@ -19,14 +19,15 @@ namespace examples {
 struct ScorerSpec {
     std::string kind = "mlp";  ///< mlp or mlstm
     std::int32_t layers = 0, heads = 0, head_dim_qk = 0, head_dim_vo = 0;
-    std::int32_t hidden = 128;                    ///< mlp
-    std::int32_t d_qk = 64, d_v = 32;             ///< mlstm: features (Hedgehog), width of v~
-    float gate_softcap = 15.0f;                   ///< mlstm; 0: none
-    bool norm = false, skip = false;              ///< mlstm
-    std::int32_t delay = 0;                       ///< mlstm: the window, or 0 for a read on arrival
-    std::int32_t sinks = 4, window = 64;          ///< of the policy
-    double gamma_min = 0.999, gamma_max = 1.0;    ///< range of the learned decay; equal: none
-    std::map<std::string, std::string> training;  ///< beta, steps, seed ...: for people
+    std::int32_t hidden = 128;                       ///< mlp
+    std::int32_t d_qk = 64, d_v = 32;                ///< mlstm: features (Hedgehog), width of v~
+    float gate_softcap = 15.0f;                      ///< mlstm; 0: none
+    bool norm = false, layer_norm = false;           ///< mlstm: one of them, or none
+    bool skip = false;                               ///< mlstm
+    std::int32_t delay = 0;                          ///< mlstm: the window, or 0 for a read on arrival
+    std::int32_t sinks = 4, window = 64;             ///< of the policy
+    double gamma_min = 0.999, gamma_max = 0.999999;  ///< range of the learned decay; equal: none
+    std::map<std::string, std::string> training;     ///< beta, steps, seed ...: for people
 
     /// Whether weights of one fit the other.
     bool same_architecture(const ScorerSpec& other) const;

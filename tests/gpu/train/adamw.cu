@@ -17,10 +17,11 @@ struct Pair {
     train::AdamW host;
     train::DeviceAdamW device;
 
+    static double rate_of(std::size_t i) { return i % 3 == 1 ? 30.0 : 1.0; }
     static std::vector<train::DeviceAdamW::Array> arrays_of(const std::vector<std::size_t>& sizes) {
         std::vector<train::DeviceAdamW::Array> arrays;
         for (std::size_t i = 0; i < sizes.size(); ++i) {
-            arrays.push_back({sizes[i], i % 2 == 0});
+            arrays.push_back({sizes[i], i % 2 == 0, rate_of(i)});
         }
         return arrays;
     }
@@ -35,7 +36,7 @@ struct Pair {
             }
         }
         for (std::size_t i = 0; i < sizes.size(); ++i) {
-            host.add("", parameters[i].data(), sizes[i], i % 2 == 0);
+            host.add("", parameters[i].data(), sizes[i], i % 2 == 0, rate_of(i));
             device.parameters.put(parameters[i].data(), device.begin(i), sizes[i], nullptr);
         }
     }

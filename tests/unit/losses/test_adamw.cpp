@@ -24,7 +24,7 @@ TEST_CASE("AdamW by its formula, and resumed") {
     std::vector<float> a{1.0f, -2.0f, 0.5f}, b{3.0f};
     train::AdamW adam(options);
     adam.add("a", a.data(), a.size(), true);
-    adam.add("b", b.data(), b.size(), false);
+    adam.add("b", b.data(), b.size(), false, 30.0);
     double m = 0.0, v = 0.0, p = 1.0, pb = 3.0, mb = 0.0, vb = 0.0;
     for (int n = 1; n <= 20; ++n) {
         adam.zero_gradients();
@@ -32,16 +32,17 @@ TEST_CASE("AdamW by its formula, and resumed") {
         adam.arrays[1].gradient = {1.0f};
         const double size = adam.step(0.01), norm = std::sqrt(n * n + 1.0);
         CHECK(size == doctest::Approx(norm));
-        const auto update = [&](double& mean, double& square, double& x, double g, double decay) {
+        const auto update = [&](double& mean, double& square, double& x, double g, double decay,
+                                double factor = 1.0) {
             g *= norm > 2.0 ? 2.0 / norm : 1.0;
             mean = 0.9 * mean + 0.1 * g;
             square = 0.95 * square + 0.05 * g * g;
-            x -= 0.01 *
+            x -= 0.01 * factor *
                  (mean / (1.0 - std::pow(0.9, n)) / (std::sqrt(square / (1.0 - std::pow(0.95, n))) + 1e-8) +
                   decay * x);
         };
         update(m, v, p, n, 0.125);
-        update(mb, vb, pb, 1.0, 0.0);
+        update(mb, vb, pb, 1.0, 0.0, 30.0);
         CHECK(static_cast<double>(a[0]) == doctest::Approx(p).epsilon(1e-5));
         CHECK(static_cast<double>(b[0]) == doctest::Approx(pb).epsilon(1e-5));
     }
@@ -49,7 +50,7 @@ TEST_CASE("AdamW by its formula, and resumed") {
     std::vector<float> a2 = a, b2 = b;
     train::AdamW other(options);
     other.add("a", a2.data(), 3, true);
-    other.add("b", b2.data(), 1, false);
+    other.add("b", b2.data(), 1, false, 30.0);
     other.steps_taken = adam.steps_taken;
     for (std::size_t i = 0; i < 2; ++i) {
         other.arrays[i].first = adam.arrays[i].first;
