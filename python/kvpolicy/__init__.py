@@ -35,7 +35,17 @@ from kvpolicy.masks import (
     build_log_bias,
     build_mask,
 )
-from kvpolicy.metrics import Recall, density, evict_ratio, live_keys, oracle_recall, retention_map
+from kvpolicy.metrics import (
+    Coverage,
+    Recall,
+    coverage,
+    density,
+    evict_ratio,
+    live_keys,
+    open_gates,
+    oracle_recall,
+    retention_map,
+)
 from kvpolicy.observed import (
     H2O,
     TOVA,

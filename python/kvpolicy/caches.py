@@ -100,10 +100,10 @@ class _Group:
         page = math.lcm(_PAGE, selection.page_size) if selection else _PAGE
         slab_pages = count * heads * sequences * max(1, _SLAB_TOKENS // page)
         pages = (cache.max_length // page + 1) * count * heads * sequences
-        mlstm, self.parameters = (0, 0, 0.0), []
+        mlstm, self.parameters = (0, 0, 0.0, 0), []
         if scorer == "mlstm":
             first = policies[0].scorer
-            mlstm = (first.d_qk, first.d_v, first.gate_softcap)
+            mlstm = (first.d_qk, first.d_v, first.gate_softcap, first.norm_number)
             self.parameters = [
                 [cache.parameter(policy.scorer, name) for name in first.names] for policy in policies
             ]
@@ -298,7 +298,7 @@ class Cache:
                 f"delay: {scorer.delay} is not allowed; in a cache it must be the policy's window, "
                 f"{policy.windows[0]}"
             )
-        return kind, "mlstm", gate, scorer.d_qk, scorer.d_v, scorer.gate_softcap
+        return kind, "mlstm", gate, scorer.d_qk, scorer.d_v, scorer.gate_softcap, scorer.norm
 
     def parameter(self, scorer, name):
         """A parameter as the library reads it."""

@@ -46,7 +46,7 @@ def top_logits(logits, count=256, *, lengths=None):
     return _top_logits_operator(logits.detach(), count, lengths)
 
 
-def _distill(student, teacher, indices, kind, top, temperature, reverse, scale, lengths):
+def _distill(student, teacher, indices, kind, top, temperature, reverse, scale, over_all, lengths):
     rows = _wide(student)
     d_student = _native.outputs_of(lengths)(*rows.shape, dtype=rows.dtype, device=student.device)
     record = torch.zeros(2, dtype=torch.int64, device=student.device)
@@ -58,7 +58,7 @@ def _distill(student, teacher, indices, kind, top, temperature, reverse, scale, 
         rows,
         None if indices is None else indices[:, None],
         (lengths, None, None),
-        (top, temperature, reverse, scale),
+        (top, temperature, reverse, scale, over_all),
         d_student,
         record,
     )
@@ -76,7 +76,7 @@ def _distill_fake(student, *_others):
 _distill_operator = Operator(
     "distill",
     "(Tensor student, Tensor teacher, Tensor? indices, str kind, int top, float temperature, bool reverse, "
-    "float scale, Tensor? lengths) -> (Tensor, Tensor)",
+    "float scale, bool over_all, Tensor? lengths) -> (Tensor, Tensor)",
     _distill,
     _distill_fake,
     loss_gradient,
@@ -85,11 +85,25 @@ _distill_operator = Operator(
 )
 
 
-def top_distillation(teacher, student, *, top=256, temperature=1.0, reverse=False, scale=1.0, lengths=None):
+def top_distillation(
+    teacher,
+    student,
+    *,
+    top=256,
+    temperature=1.0,
+    reverse=False,
+    scale=1.0,
+    student_softmax="top",
+    lengths=None,
+):
     """The divergence of a student from a teacher over the teacher's `top` logits, the mean over tokens. With
     p and s the softmaxes of teacher's and student's logits / temperature over that set:
 
         scale * mean of sum p (log p - log s),      reverse: scale * mean of sum s (log s - log p)
+
+    So the student's logits outside the set have no effect. With student_softmax "all" s is its softmax over
+    all logits, and mass outside the set counts, in the gradient too; not with `reverse`, which would need the
+    teacher's there.
 
     student  logits [B, S, V], bfloat16, float16, float32 (float64 on the CPU)
     teacher  logits of the same shape and dtype, or (values, indices) of top_logits, whose count is then
@@ -100,9 +114,12 @@ def top_distillation(teacher, student, *, top=256, temperature=1.0, reverse=Fals
     float16 logits a scale of about the number of tokens. No factor of temperature^2 is applied. On CUDA `top`
     is at most 4096, and the work is enqueued on the current stream. A NaN logit raises ValueError on the
     CPU."""
+    if student_softmax not in ("top", "all"):
+        raise ValueError(f"student_softmax: {student_softmax!r} is not allowed; it must be 'top' or 'all'")
     values, indices = teacher if isinstance(teacher, (tuple, list)) else (teacher, None)
+    over_all = student_softmax == "all"
     loss, _ = _distill_operator(
-        student, values.detach(), indices, "top", top, temperature, reverse, scale, lengths
+        student, values.detach(), indices, "top", top, temperature, reverse, scale, over_all, lengths
     )
     return loss
 
@@ -110,5 +127,5 @@ def top_distillation(teacher, student, *, top=256, temperature=1.0, reverse=Fals
 def l2_distillation(teacher, student, *, scale=1.0, lengths=None):
     """scale * mean over tokens and dimensions of (student - teacher)^2, for hidden states [B, S, D] of one
     dtype (WG-KV). The teacher is a constant. Other arguments as in top_distillation."""
-    loss, _ = _distill_operator(student, teacher.detach(), None, "l2", 1, 1.0, False, scale, lengths)
+    loss, _ = _distill_operator(student, teacher.detach(), None, "l2", 1, 1.0, False, scale, False, lengths)
     return loss

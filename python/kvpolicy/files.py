@@ -27,6 +27,8 @@ _CLASSES = {
 }
 # The frequencies of a Rope, if it has some.
 _FREQUENCIES = "rope_frequencies"
+# What "norm" of a file says of an mLSTM.
+_NORMS = {"0": False, "1": "rms", "layer": "layer"}
 
 
 class Scorers(nn.Module):
@@ -35,10 +37,14 @@ class Scorers(nn.Module):
     layers        a sequence of scorers of one kind and size
     window, sinks of the policy that they are trained for
     gamma_range   (gamma_min, gamma_max): log gamma = log(gamma_min) + sigmoid(alpha) * (log(gamma_max) -
-                  log(gamma_min)) with the parameter alpha [layers, heads] (KVpop, eq. 21); None: no decay
+                  log(gamma_min)) with the parameter alpha [layers, heads] (KVpop, eq. 21; the default is the
+                  paper's range); None: no decay
+
+    alpha starts at 0, in the middle, and has some units to go: give it a rate some 30 times the scorers' in a
+    parameter group of its own, as parameter_groups does.
     """
 
-    def __init__(self, layers, *, window, sinks=0, gamma_range=(0.999, 1.0)):
+    def __init__(self, layers, *, window, sinks=0, gamma_range=(0.999, 0.999999)):
         super().__init__()
         self.layers = nn.ModuleList(layers)
         if not self.layers or any(type(s) is not type(self.layers[0]) for s in self.layers):
@@ -53,6 +59,23 @@ class Scorers(nn.Module):
                 )
             self.alpha = nn.Parameter(torch.zeros(len(self.layers), self.layers[0].heads))
         self.training_notes, self.score_quantiles = {}, None
+
+    def parameter_groups(self, rate, decay_rate=30.0, weight_decay=1e-4):
+        """Groups for an optimizer of torch.optim with the learning rate `rate`: matrices, with weight decay;
+        the rest; and alpha, with `decay_rate` times the rate and no weight decay. train_scorer does the
+        same."""
+        if not decay_rate >= 0:
+            raise ValueError(f"decay_rate: {decay_rate} is not allowed; it must be 0 or more")
+        named = [(name, p) for name, p in self.named_parameters() if name != "alpha" and p.requires_grad]
+        matrices = [p for _, p in named if p.dim() >= 3]
+        others = [p for _, p in named if p.dim() < 3]
+        groups = [
+            {"params": matrices, "lr": rate, "weight_decay": weight_decay},
+            {"params": others, "lr": rate, "weight_decay": 0.0},
+        ]
+        if self.alpha is not None and self.alpha.requires_grad:
+            groups.append({"params": [self.alpha], "lr": rate * decay_rate, "weight_decay": 0.0})
+        return [group for group in groups if group["params"]]
 
     def log_gamma(self, layer):
         """[heads], or None without a decay; a function of alpha."""
@@ -123,6 +146,10 @@ class Scorers(nn.Module):
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}
+        if metadata.get("norm", "0") not in _NORMS:
+            raise ValueError(
+                f"{path}: norm {metadata['norm']} is not allowed; it must be one of {', '.join(_NORMS)}"
+            )
         if metadata.get("format") != _FORMAT or metadata.get("kind") not in _CLASSES:
             raise ValueError(
                 f"{path}: format {metadata.get('format')}, kind {metadata.get('kind')} is not allowed; "
@@ -176,7 +203,7 @@ def _metadata_of(scorer):
         "d_v": d_v or max(1, scorer.value_dim // 2),
         "delay": delay,
         "gate_softcap": f"{scorer.gate_softcap:g}",
-        "norm": int(getattr(scorer, "norm_gain", None) is not None),
+        "norm": next(text for text, norm in _NORMS.items() if norm == scorer.norm),
         "skip": int(getattr(scorer, "skip", None) is not None),
     }
     if scorer.rope is not None:
@@ -218,6 +245,6 @@ def _scorer_of(metadata, frequencies):
         d_qk=number["d_qk"],
         d_v=number["d_v"],
         gate_softcap=float(metadata["gate_softcap"]),
-        norm=metadata["norm"] == "1",
+        norm=_NORMS[metadata["norm"]],
         skip=metadata["skip"] == "1",
     )

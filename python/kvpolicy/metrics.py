@@ -56,8 +56,8 @@ def live_keys(mask, *, lengths=None):
 
 
 def density(mask, *, lengths=None):
-    """[B, Hkv] float64: the share of visible pairs among the S (S + 1) / 2 causal ones. Arguments as in
-    live_keys."""
+    """[B, Hkv] float64: the share of visible pairs among the S (S + 1) / 2 causal ones, those of the window
+    among them; SP-KV's density is open_gates. Arguments as in live_keys."""
     return _metric_operator(_expiry_of(mask), None, "density", *_ANY, lengths)
 
 
@@ -65,6 +65,62 @@ def evict_ratio(policy, mask, *, lengths=None):
     """[B, Hkv] float64: the share of pairs with s <= t <= q - w that are not visible, s and w the policy's
     sinks and window (KVpop, figure 8); 0 where no such pair exists. Arguments as in live_keys."""
     return _metric_operator(_expiry_of(mask), None, "evict_ratio", *numbers_of(policy), lengths)
+
+
+def _by_head(values, like):
+    """Numbers of a policy, one or one per KV head, as [1, H or 1, 1] beside a plane."""
+    return torch.tensor(values, device=like.device)[None, :, None]
+
+
+def _tokens(plane, lengths):
+    """Positions [S], and which of them are inside [B, 1, S] or [1, 1, S], with the lengths in float64."""
+    t = torch.arange(plane.shape[-1], device=plane.device)
+    if lengths is None:
+        lengths = torch.full((1,), plane.shape[-1], dtype=torch.int32, device=plane.device)
+    return t, lengths[:, None, None]
+
+
+def open_gates(policy, scores, *, lengths=None):
+    """[B, Hkv] float64: the share of keys whose gate is open, 0 for no keys. Its mean over layers and heads
+    is SP-KV's density rho (eq. 8), which does not know the window; density is the share of visible pairs.
+
+    policy  with a ThresholdGate or an EvictionGate
+    scores  [B, Hkv, S] float32, raw logits; a NaN is not open
+    lengths [B] int32: keys beyond do not count
+
+    On CUDA the work is enqueued on the current stream. O(S) per head."""
+    if policy.instance not in ("gate_at_least", "gate_above", "gate_evict"):
+        raise NotImplementedError(f"policy: {policy!r} is not allowed; open_gates takes one with a gate")
+    threshold = _by_head(policy.thresholds, scores).to(torch.float32)
+    if policy.instance == "gate_evict":
+        opened = ~(scores > threshold)
+    else:
+        opened = scores >= threshold if policy.instance == "gate_at_least" else scores > threshold
+    t, ends = _tokens(scores, lengths)
+    count = (opened & (t < ends)).sum(-1, dtype=torch.float64)
+    return count / ends[..., 0].clamp(min=1)
+
+
+class Coverage(NamedTuple):
+    """By head, [B, Hkv] int64. keys: the reference's long-range keys; covered: those of them that the other
+    mask has, too. covered / keys is a head's coverage; over several heads, the quotient of the sums."""
+
+    keys: torch.Tensor
+    covered: torch.Tensor
+
+
+def coverage(policy, reference, other, *, lengths=None):
+    """How many of a reference's long-range keys, those visible beyond their window and no sinks, are
+    long-range keys of another mask, too: say of trained gates and of a layout where some heads keep all keys
+    and the rest their window (SP-KV, density coverage, figure 4). Sinks and windows are the policy's. Returns
+    a Coverage. Arguments as in live_keys."""
+    mine, theirs = _expiry_of(reference), _expiry_of(other)
+    if mine.shape != theirs.shape:
+        raise ValueError(f"other: shape {tuple(theirs.shape)} is not allowed; it must be {tuple(mine.shape)}")
+    t, ends = _tokens(mine, lengths)
+    left = t + _by_head(policy.windows, mine)
+    kept = (t >= _by_head(policy.sinks, mine)) & (left < ends) & (mine > left)
+    return Coverage(kept.sum(-1), (kept & (theirs > left)).sum(-1))
 
 
 class Recall(NamedTuple):

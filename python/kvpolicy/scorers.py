@@ -16,7 +16,7 @@ from kvpolicy._native import Operator
 
 # ---- operators ---------------------------------------------------------------------------------------------
 
-# sizes: hidden, d_qk, d_v, delay, rope_layout, rope_dims. numbers: gate_softcap, rope_base.
+# sizes: hidden, d_qk, d_v, delay, rope_layout, rope_dims, norm. numbers: gate_softcap, rope_base.
 _SCORER = "str kind, int[] sizes, float[] numbers, Tensor? frequencies"
 _SEQUENCES = "Tensor? lengths, Tensor? cu_seqlens"
 
@@ -167,7 +167,7 @@ class Scorer(nn.Module):
         self.value_dim = head_dim if value_dim is None else value_dim
         for name, value in (("heads", heads), ("head_dim", head_dim), ("value_dim", self.value_dim)):
             _check_size(name, value)
-        self.gate_softcap, self.rope = 0.0, None
+        self.gate_softcap, self.rope, self.norm = 0.0, None, False
 
     @property
     def input_size(self):
@@ -177,10 +177,15 @@ class Scorer(nn.Module):
         """hidden, d_qk, d_v, delay; 0 for those that the scorer lacks."""
         return [0, 0, 0, 0]
 
+    @property
+    def norm_number(self):
+        """The library's number of `norm`, where there is one."""
+        return int(self.norm == "layer")
+
     def call_numbers(self):
         """The operator's sizes, numbers and frequencies."""
         rope = self.rope or _UNROTATED
-        sizes = [*self.sizes(), rope.layout_number, rope.dims]
+        sizes = [*self.sizes(), rope.layout_number, rope.dims, self.norm_number]
         return sizes, [self.gate_softcap, float(rope.base)], rope.frequencies
 
     def share(self, first, last):
@@ -341,9 +346,11 @@ class mLSTMScorer(Scorer):
         h = q~_u C_q / (q~_u . z_q),                    r_u = a . SiLU(Norm(h)) + b + s . x_u
 
     for the key u = q - delay. `delay` is the policy's window (0 scores each key at insertion); the last
-    `delay` keys of a sequence do not leave the window, and their scores are 0. `norm` adds Norm, an RMS norm
-    with a gain, `skip` adds s. Shapes: w_q and w_k [heads, d_qk / 2, X], w_v [heads, d_v, X], w_i, w_f and
-    skip [heads, X], b_i, b_f and readout_bias [heads], norm_gain and readout [heads, d_v], X = Dk + Dv.
+    `delay` keys of a sequence do not leave the window, and their scores are 0. `norm` says what Norm is:
+    "rms" (or True) an RMS norm over the d_v values of a head, "layer" a LayerNorm (xLSTM's, without a bias),
+    each with a gain; False leaves it out. `skip` adds s. Shapes: w_q and w_k [heads, d_qk / 2, X], w_v
+    [heads, d_v, X], w_i, w_f and skip [heads, X], b_i, b_f and readout_bias [heads], norm_gain and readout
+    [heads, d_v], X = Dk + Dv.
     Parameters start as in E.5: projections near the identity, gates that forget slowly, scores of 0.
     """
 
@@ -382,6 +389,10 @@ class mLSTMScorer(Scorer):
             raise ValueError(f"d_qk: {self.d_qk} is not allowed; it must be even and above 0")
         if self.d_v < 1:
             raise ValueError(f"d_v: {self.d_v} is not allowed; it must be above 0")
+        norms = {True: "rms", "rms": "rms", "layer": "layer", False: False, None: False}
+        if not isinstance(norm, (bool, str, type(None))) or norm not in norms:
+            raise ValueError(f"norm: {norm!r} is not allowed; it must be 'rms', 'layer' or False")
+        self.norm = norms[norm]
         if delay < 0:
             raise ValueError(f"delay: {delay} is not allowed; it must be 0 or more")
         self.delay, self.gate_softcap = delay, float(gate_softcap)
@@ -394,7 +405,7 @@ class mLSTMScorer(Scorer):
             b_i=(heads,),
             w_f=(heads, size),
             b_f=(heads,),
-            norm_gain=(heads, self.d_v) if norm else None,
+            norm_gain=(heads, self.d_v) if self.norm else None,
             readout=(heads, self.d_v),
             readout_bias=(heads,),
             skip=(heads, size) if skip else None,

@@ -54,8 +54,8 @@ std::unique_ptr<AnyCache> make_own_cache(const CacheArgs& args, std::uintptr_t f
 /// (layers, max_sequences, query_heads, kv_heads, head_dim_qk,
 /// head_dim_vo, page_size, max_draft_tokens), `pool` (slab_pages, max_slabs, max_seq_len), `attention`
 /// (sm_scale, logits_soft_cap), `observation` (queries, accumulate, mean, whole_layer, pool, pool_largest,
-/// chunk, pages, page_size, mean over heads), `mlstm` (d_qk, d_v, gate_softcap), `parameters` a list of lists
-/// by layer.
+/// chunk, pages, page_size, mean over heads), `mlstm` (d_qk, d_v, gate_softcap, norm), `parameters` a list of
+/// lists by layer.
 std::unique_ptr<AnyCache> call_make_cache(Device device, const nb::tuple& kinds, const nb::tuple& shape,
                                           const nb::tuple& pool, const nb::tuple& policy,
                                           const nb::tuple& attention, const nb::tuple& observation,
@@ -90,6 +90,7 @@ std::unique_ptr<AnyCache> call_make_cache(Device device, const nb::tuple& kinds,
                       nb::cast<bool>(observation[9])};
     args.d_qk = number(mlstm, 0), args.d_v = number(mlstm, 1);
     args.gate_softcap = nb::cast<float>(mlstm[2]);
+    args.norm = number(mlstm, 3);
     for (const nb::handle layer : parameters) {
         args.parameters.push_back(read.each("parameter", nb::cast<nb::list>(layer)));
     }

@@ -83,7 +83,7 @@ void call_top_logits(Stream stream, Device device, Object logits, const nb::tupl
     });
 }
 
-/// `numbers` is (top, temperature, reverse, scale).
+/// `numbers` is (top, temperature, reverse, scale, over_all).
 void call_distill(Stream stream, Device device, const std::string& kind, Object teacher, Object student,
                   Object indices, const nb::tuple& sequences, const nb::tuple& numbers, Object d_student,
                   Object value) {
@@ -97,6 +97,7 @@ void call_distill(Stream stream, Device device, const std::string& kind, Object 
                            nb::cast<float>(numbers[1]),
                            nb::cast<bool>(numbers[2]),
                            nb::cast<float>(numbers[3]),
+                           nb::cast<bool>(numbers[4]),
                            read("d_student", d_student),
                            read("value", value)};
     run(stream, device, [&](const Context& ctx, const workspace_view* view) {

@@ -50,6 +50,7 @@ struct CacheArgs {
     SelectionNumbers selection;                   // selecting
     std::int32_t d_qk = 0, d_v = 0;               // mlstm
     float gate_softcap = 0.0f;                    // mlstm
+    std::int32_t norm = 0;                        // mlstm: an mlstm_norm
     std::vector<std::vector<Tensor>> parameters;  // mlstm: per layer, as in ScoreArgs; the caller keeps them
 };
 

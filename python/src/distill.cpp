@@ -43,7 +43,8 @@ std::size_t distill(const Context& ctx, const DistillArgs& args, const workspace
         return call(L2Distillation{.scale = args.scale});
     }
     if (args.kind == "top") {
-        const TopDistillation loss{args.top, args.temperature, args.reverse, args.scale};
+        const TopDistillation loss{args.top, args.temperature, args.reverse, args.scale,
+                                   args.over_all ? student_softmax::all : student_softmax::top};
         return args.indices.given ? call(loss, rows_of<const std::int32_t>(args.indices)) : call(loss);
     }
     kvpolicy::detail::refuse("distillation", args.kind, "top or l2");

@@ -22,8 +22,9 @@ struct DistillArgs {
     float temperature = 1.0f;
     bool reverse = false;
     float scale = 1.0f;
-    Tensor d_student;  // of the student's shape and type, written
-    Tensor value;      // [2] int64, written: the bits of LossValue
+    bool over_all = false;  // the student's softmax is over all logits
+    Tensor d_student;       // of the student's shape and type, written
+    Tensor value;           // [2] int64, written: the bits of LossValue
 };
 template <class T>
 std::size_t distill(const Context& ctx, const DistillArgs& args, const workspace_view* workspace);

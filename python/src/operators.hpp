@@ -85,6 +85,7 @@ struct ScoreArgs {
     std::vector<Tensor> parameters;
     std::int32_t hidden = 0, d_qk = 0, d_v = 0, delay = 0;
     float gate_softcap = 0.0f;
+    std::int32_t norm = 0;  // mlstm: an mlstm_norm
     std::int32_t rope_layout = 0,
                  rope_dims = 0;  // how keys are rotated: a rope_layout, and of how many numbers
     float rope_base = 10000.0f;

@@ -61,7 +61,10 @@ std::size_t with_scorer(const ScoreArgs& args, Visit&& visit) {
         return call(ConvScorer<>{.rope = rope_of(args)});
     }
     if (args.kind == "mlstm") {
-        return call(mLSTMScorer<>{.d_qk = args.d_qk, .d_v = args.d_v, .gate_softcap = args.gate_softcap});
+        return call(mLSTMScorer<>{.d_qk = args.d_qk,
+                                  .d_v = args.d_v,
+                                  .gate_softcap = args.gate_softcap,
+                                  .norm = static_cast<mlstm_norm>(args.norm)});
     }
     kvpolicy::detail::refuse("scorer", args.kind, "linear, mlp, write_gate, conv or mlstm");
 }

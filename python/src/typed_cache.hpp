@@ -90,7 +90,8 @@ inline mLSTMScorer<> mlstm_of(const CacheArgs& args, std::size_t layer) {
                          .head_dim_vo = args.shape.head_dim_vo,
                          .d_qk = args.d_qk,
                          .d_v = args.d_v,
-                         .gate_softcap = args.gate_softcap};
+                         .gate_softcap = args.gate_softcap,
+                         .norm = static_cast<mlstm_norm>(args.norm)};
     std::size_t at = 0;
     const std::vector<Tensor>& tensors = args.parameters.at(layer);
     for_each_parameter(scorer, scorer.weights,

@@ -109,7 +109,7 @@ def mlp(k, v, w1, b1, w2, b2):
     return torch.einsum("bhsy,hy->bhs", torch.nn.functional.silu(hidden), w2) + b2[:, None]
 
 
-def mlstm(k, v, delay, cap, w_q, w_k, w_v, w_i, b_i, w_f, b_f, norm_gain, readout, readout_bias, skip):
+def mlstm(k, v, delay, cap, norm, w_q, w_k, w_v, w_i, b_i, w_f, b_f, norm_gain, readout, readout_bias, skip):
     """KVpop, eq. 37 to 42, one token after another. The frame is not stabilized: for short sequences."""
     x = torch.cat((k, v), -1)
     length = x.shape[2]
@@ -140,6 +140,8 @@ def mlstm(k, v, delay, cap, w_q, w_k, w_v, w_i, b_i, w_f, b_f, norm_gain, readou
         if u < 0:
             continue
         h = torch.einsum("bhk,bhkv->bhv", query[:, :, u], c) / (query[:, :, u] * z).sum(-1, keepdim=True)
+        if norm == "layer":
+            h = h - h.mean(-1, keepdim=True)
         if norm_gain is not None:
             h = h / torch.sqrt((h * h).mean(-1, keepdim=True) + 1e-6) * norm_gain
         r = (torch.nn.functional.silu(h) * readout).sum(-1) + readout_bias
@@ -246,11 +248,13 @@ def controller(counts, cap, slack, factor, least, every):
 # ---- distillation ------------------------------------------------------------------------------------------
 
 
-def top_distillation(teacher, student, top, temperature, reverse=False):
-    """KL over the teacher's largest logits, both sides renormalized (KVpop, F)."""
+def top_distillation(teacher, student, top, temperature, reverse=False, student_softmax="top"):
+    """KL over the teacher's largest logits, both sides renormalized (KVpop, F), or the teacher alone."""
     values, at = torch.topk(teacher / temperature, min(top, teacher.shape[-1]), -1)
     p = torch.log_softmax(values, -1)
     s = torch.log_softmax(torch.gather(student / temperature, -1, at), -1)
+    if student_softmax == "all":
+        s = torch.gather(torch.log_softmax(student / temperature, -1), -1, at)
     if reverse:
         p, s = s, p
     return (p.exp() * (p - s)).sum(-1).mean()

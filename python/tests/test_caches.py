@@ -99,7 +99,7 @@ def scorers():
     made = {
         "linear": kvp.LinearScorer(KV_HEADS, DIM),
         "mlp": kvp.MLPScorer(KV_HEADS, DIM, hidden=8),
-        "mlstm": kvp.mLSTMScorer(KV_HEADS, DIM, delay=5, norm=True, skip=True),
+        "mlstm": kvp.mLSTMScorer(KV_HEADS, DIM, delay=5, norm="layer", skip=True),
     }
     for scorer in made.values():
         for parameter in scorer.parameters():

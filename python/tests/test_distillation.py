@@ -24,7 +24,16 @@ def close(loss, student, want, exact, dtype):
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 
 
-@pytest.mark.parametrize("options", [{}, {"reverse": True}, {"temperature": 2.0}, {"top": 5}], ids=str)
+OPTIONS = [
+    {},
+    {"reverse": True},
+    {"temperature": 2.0},
+    {"top": 5},
+    {"top": 5, "temperature": 2.0, "student_softmax": "all"},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_top_distillation_is_the_formula(dtype, options, device, compiled):
     compiled(dtype, "scorer")
@@ -59,9 +68,25 @@ def test_gradients_in_double():
     student = torch.randn(1, 3, 9, dtype=torch.float64, requires_grad=True)
     for loss in (kvp.top_distillation, kvp.l2_distillation):
         assert torch.autograd.gradcheck(lambda x, loss=loss: loss(teacher, x), student, eps=1e-6, atol=1e-8)
-    assert torch.autograd.gradcheck(
-        lambda x: kvp.top_distillation(teacher, x, top=4, temperature=2.0, reverse=True), student
-    )
+    for options in ({"reverse": True}, {"student_softmax": "all"}):
+        assert torch.autograd.gradcheck(
+            lambda x, options=options: kvp.top_distillation(teacher, x, top=4, temperature=2.0, **options),
+            student,
+        )
+
+
+def test_mass_outside_the_set(device):
+    """99.8% of the student's mass is on logits that the teacher's top two leave out."""
+    teacher = torch.tensor([[[3.0, 2.0, -5.0, -5.0]]], device=device)
+    student = torch.tensor([[[3.0, 2.0, 9.0, 9.0]]], device=device, requires_grad=True)
+    assert kvp.top_distillation(teacher, student, top=2).abs() < 1e-6
+    loss = kvp.top_distillation(teacher, student, top=2, student_softmax="all")
+    inside, s = student.detach()[..., :2].logsumexp(-1), student.detach().softmax(-1)
+    torch.testing.assert_close(loss.detach(), (student.detach().logsumexp(-1) - inside).mean())
+    assert 6.3 < loss < 6.5
+    loss.backward()
+    p = torch.tensor([0.7310586, 0.2689414, 0.0, 0.0], device=device)
+    torch.testing.assert_close(student.grad[0, 0], s[0, 0] - p)
 
 
 def test_tokens_beyond_a_length_do_not_count(device):
@@ -84,5 +109,9 @@ def test_refusals():
         kvp.l2_distillation(teacher.double(), student)
     with pytest.raises(ValueError, match="temperature"):
         kvp.top_distillation(teacher, student, temperature=0.0)
+    with pytest.raises(ValueError, match="student_softmax: 'set' is not allowed; it must be 'top' or 'all'"):
+        kvp.top_distillation(teacher, student, student_softmax="set")
+    with pytest.raises(ValueError, match="reverse: true is not allowed"):
+        kvp.top_distillation(teacher, student, reverse=True, student_softmax="all")
     with pytest.raises(ValueError, match="NaN"):
         kvp.top_distillation(teacher, student * float("nan"))

@@ -52,6 +52,31 @@ def test_recall_is_the_definition(device):
         torch.testing.assert_close(mine.cpu(), theirs, rtol=1e-12, atol=0)
 
 
+def test_density_by_gates_is_not_by_pairs(device):
+    """SP-KV, eq. 8: with all gates shut rho is 0, and a window of half the sequence shows 0.75 of pairs."""
+    length, window = 256, 128
+    scores = torch.full((1, 3, length), -3.0, device=device)
+    scores[:, 1], scores[:, 2, ::4] = 3.0, 0.0
+    policy = kvp.SPKV(window)
+    assert kvp.open_gates(policy, scores).tolist() == [[0.0, 1.0, 0.25]]
+    mask = kvp.build_mask(policy, scores)
+    assert kvp.density(mask)[0, 0].item() == 24640 / 32896
+    # A layout: head 1 dense, the others their window.
+    layout = torch.arange(length, device=device, dtype=torch.int32) + window
+    layout = layout.expand(1, 3, length).clone()
+    layout[:, 1] = 2**31 - 1
+    found = kvp.coverage(policy, mask, layout)
+    assert found.keys.tolist() == [[0, 128, 32]] and found.covered.tolist() == [[0, 128, 0]]
+    assert kvp.coverage(policy, mask, mask).covered.tolist() == [[0, 128, 32]]
+    lengths = torch.tensor([130], dtype=torch.int32, device=device)
+    assert kvp.open_gates(policy, scores, lengths=lengths).tolist() == [[0.0, 1.0, 33 / 130]]
+    assert kvp.coverage(policy, mask, mask, lengths=lengths).keys.tolist() == [[0, 2, 1]]
+    by_head = kvp.Policy(kvp.Sink(2), kvp.Window(4), kvp.ThresholdGate([-4.0, 3.0, 0.5], strict=True))
+    assert kvp.open_gates(by_head, scores).tolist() == [[1.0, 0.0, 0.0]]
+    evicting = kvp.Policy(kvp.Window(4), kvp.EvictionGate(0.0))
+    assert kvp.open_gates(evicting, scores).tolist() == [[1.0, 0.0, 1.0]]
+
+
 def test_lengths(device):
     mask, _ = masks(device)
     lengths = torch.tensor([S, 9], dtype=torch.int32, device=device)
@@ -63,6 +88,10 @@ def test_refusals():
     mask, other = masks("cpu")
     with pytest.raises(NotImplementedError, match="oracle_recall takes"):
         kvp.oracle_recall(kvp.SPKV(4), mask, other)
+    with pytest.raises(NotImplementedError, match="open_gates takes one with a gate"):
+        kvp.open_gates(POLICY, torch.zeros(1, 1, 4))
+    with pytest.raises(ValueError, match="other: shape .2, 3, 9. is not allowed"):
+        kvp.coverage(POLICY, mask, mask.expiry[..., :9])
     with pytest.raises(ValueError, match="query: -1 is not allowed"):
         kvp.retention_map(mask, -1)
     with pytest.raises(TypeError, match="expiry: float32 is not allowed; it must be int32"):

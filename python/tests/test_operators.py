@@ -110,11 +110,12 @@ def cases():
         "distill": (
             ops.distill,
             (logits[..., :4].clone().requires_grad_(), logits[..., :4].clone(), None, "l2", 1, 1.0, False)
-            + (1.0, None),
+            + (1.0, False, None),
         ),
         "distill_stored": (
             ops.distill,
-            (logits.clone().requires_grad_(), logits[..., :4].clone(), top, "top", 4, 2.0, True, 1.0, None),
+            (logits.clone().requires_grad_(), logits[..., :4].clone(), top, "top", 4, 2.0, False)
+            + (1.0, True, None),
         ),
         "metric": (ops.metric, (expiry, expiry, "recall", *numbers, None)),
         "observed_mask": (

@@ -5,6 +5,8 @@ import pathlib
 import pytest
 import reference
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 import kvpolicy as kvp
 
@@ -29,6 +31,7 @@ CASES = [
     ("mlp", {}),
     ("mlstm", {}),
     ("mlstm", {"norm": True, "skip": True, "gate_softcap": 0.0}),
+    ("mlstm", {"norm": "layer"}),
     ("write_gate", {"base": 100.0}),
     ("write_gate", {"layout": "interleaved", "base": 100.0, "dims": 8}),
     ("conv", {}),
@@ -49,7 +52,7 @@ def randomize(scorer):
 def formula(scorer, k, v, parameters, real=torch.float32, **stored):
     named = dict(zip(scorer.names, parameters)) | stored
     if scorer.kind == "mlstm":
-        return reference.mlstm(k, v, scorer.delay, scorer.gate_softcap, **named)
+        return reference.mlstm(k, v, scorer.delay, scorer.gate_softcap, scorer.norm, **named)
     rope = {}
     if scorer.rope is not None:
         rope = {
@@ -211,6 +214,46 @@ def test_a_bfloat16_module_has_bfloat16_gradients():
     assert all(p.grad.dtype == torch.bfloat16 for p in scorer.parameters())
 
 
+def test_norms_by_name(tmp_path):
+    """Of h = (2, 2): an RMS norm is (1, 1), a LayerNorm (0, 0). One feature, so that h is the mean value."""
+    scorers = {norm: kvp.mLSTMScorer(1, 2, delay=0, d_qk=2, d_v=2, norm=norm) for norm in (True, "layer")}
+    k, v = torch.randn(1, 1, 4, 2), torch.full((1, 1, 4, 2), 2.0)
+    for norm, want in ((True, 2 / (4 + 1e-6) ** 0.5), ("layer", 0.0)):
+        with torch.no_grad():
+            scorers[norm].w_v.copy_(torch.tensor([[[0.0, 0.0, 1.0, 0.0], [0.0, 0.0, 0.0, 1.0]]]))
+            scorers[norm].readout.fill_(1)
+        want = 2 * torch.nn.functional.silu(torch.tensor(want))
+        torch.testing.assert_close(scorers[norm](k, v), want.expand(1, 1, 4), rtol=1e-5, atol=1e-6)
+    assert scorers[True].norm == "rms" and kvp.mLSTMScorer(1, 2, delay=0).norm is False
+    with pytest.raises(ValueError, match="norm: 'batch' is not allowed; it must be 'rms', 'layer' or False"):
+        kvp.mLSTMScorer(1, 2, delay=0, norm="batch")
+    file = tmp_path / "norm.safetensors"
+    kvp.Scorers([scorers["layer"]], window=3).save(file)
+    assert kvp.Scorers.load(file).layers[0].norm == "layer"
+    with safe_open(file, framework="pt") as old:
+        metadata, tensors = old.metadata(), {name: old.get_tensor(name) for name in old.keys()}
+    assert metadata["norm"] == "layer"
+    save_file(tensors, file, metadata=metadata | {"norm": "1"})  # as files have said it before
+    assert kvp.Scorers.load(file).layers[0].norm == "rms"
+    save_file(tensors, file, metadata=metadata | {"norm": "batch"})
+    with pytest.raises(ValueError, match="norm batch is not allowed; it must be one of 0, 1, layer"):
+        kvp.Scorers.load(file)
+
+
+def test_parameter_groups_give_the_decay_a_rate_of_its_own():
+    scorers = kvp.Scorers([kvp.MLPScorer(H, DK, 8) for _ in range(2)], window=5)
+    assert scorers.gamma_range == (0.999, 0.999999)
+    groups = scorers.parameter_groups(1e-3)
+    assert sum(len(group["params"]) for group in groups) == len(list(scorers.parameters()))
+    assert groups[-1] == {"params": [scorers.alpha], "lr": 0.03, "weight_decay": 0.0}
+    assert {p.dim() for p in groups[0]["params"]} == {3} and groups[0]["weight_decay"] == 1e-4
+    torch.optim.AdamW(groups)
+    fixed = kvp.Scorers([kvp.MLPScorer(H, DK, 8)], window=5, gamma_range=None)
+    assert len(fixed.parameter_groups(1e-3)) == 2
+    with pytest.raises(ValueError, match="decay_rate: -1 is not allowed"):
+        scorers.parameter_groups(1e-3, decay_rate=-1)
+
+
 def test_initial_weights():
     """E.5: a score of 0 for every key; projections near the identity; gates that forget slowly."""
     k, v = torch.randn(1, 4, 20, 16), torch.randn(1, 4, 20, 16)
@@ -237,6 +280,7 @@ def test_files_round_trip(kind, options, tmp_path):
     assert again.state_dict().keys() == scorers.state_dict().keys()
     assert all(torch.equal(again.state_dict()[name], x) for name, x in scorers.state_dict().items())
     assert (again.window, again.sinks, again.training_notes) == (5, 2, {"rate": "0.001"})
+    assert again.layers[0].call_numbers()[0] == scorers.layers[0].call_numbers()[0]
     assert again.gamma_range == (0.99, 0.999) and again.layers[0].sizes() == scorers.layers[0].sizes()
     policy = again.policy(1, 7)
     assert policy.scorer is again.layers[1] and policy.budgets == (7,)
