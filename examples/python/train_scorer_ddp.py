@@ -80,7 +80,8 @@ def main():
         ids = [device.index] if device.type == "cuda" else None
         training = torch.nn.parallel.DistributedDataParallel(training, device_ids=ids)
     # The loss compares scores of one head, so the gradient of a bias is rounding: eps keeps it small.
-    optimizer = torch.optim.AdamW(training.parameters(), lr=arguments.lr, eps=1e-5)
+    # The decay has a rate of its own.
+    optimizer = torch.optim.AdamW(scorers.parameter_groups(arguments.lr), eps=1e-5)
 
     for step in range(arguments.steps):
         numbers = range(step * arguments.batch + rank, (step + 1) * arguments.batch, ranks)
