@@ -441,7 +441,7 @@ TEST_CASE("a file says which norm its mLSTMs have") {
     CHECK(contains(message_of([&] {
                        examples::spec_of({metadata.begin(), metadata.end()}, "f");
                    }),
-                   "f: \"norm\" is batch; it must be 0, 1 (an RMS norm) or layer"));
+                   "f: \"norm\" is \"batch\"; it must be 0, 1 (an RMS norm) or layer"));
 }
 
 TEST_CASE("targets of a file are those of the library, and stored ones are taken") {
