@@ -258,7 +258,10 @@ KVPOLICY_HOST_DEVICE inline void LambdaController::update_head(std::int32_t head
     }
     weight = weight < 1.0f ? weight : 1.0f;
     if (weight < least) {
-        weight = c > cap ? least : 0.0f;
+        // Rounded steps may end beside `least` where exact ones reach it.
+        const double half = 2.0 / (1.0 + static_cast<double>(factor)), near = 1.0 - 0x1p-12;
+        const double lowest = static_cast<double>(least) * (half > near ? half : near);
+        weight = static_cast<double>(weight) >= lowest || c > cap ? least : 0.0f;
     }
     lambda[head] = weight;
 }
