@@ -78,9 +78,8 @@ void check_score_call(const S& scorer, rows_view<const T> k, rows_view<const T> 
     }
     require(delay >= 0, "delay", delay, "0 or more");
     if constexpr (S::when == score_time::in_window) {
-        require(delay >= 2 * S::reach + 1, "delay", delay, [] {
-            return detail::text(2 * S::reach + 1, " or more, since the scorer reads ", S::reach,
-                                " keys on either side of a key while the window holds them");
+        require(delay >= S::reach, "delay", delay, [] {
+            return detail::text(S::reach, " or more, since a score reads ", S::reach, " later keys");
         });
     }
     options.dropout.check();

@@ -41,8 +41,12 @@ struct ConvParameters {
 /// The keys are read as they are stored, on every path, and `rope` is undone in fp32, with positions that
 /// count from the sequence's first token (of the packed segment's, where cu_seqlens resets).
 ///
-/// The score of key t is known from query t + 6 on and can be computed until query t + w - 7, while its
-/// left context is stored, so w >= 13. Within that `batch` tokens are scored at once: tokens m L ..
+/// score_sequence with a delay of 6 scores every key that has 6 keys after it: those of LTE's sums over all
+/// keys (eq. 6, 7; the paper does not pad on the right either). The last `delay` keys have no score: their
+/// entry is -infinity, r = 0.
+///
+/// In a cache the score of key t is known from query t + 6 on and can be computed until query t + w - 7,
+/// while its left context is stored, so w >= 13. Within that `batch` tokens are scored at once: tokens m L ..
 /// (m + 1) L - 1 when token (m + 1) L + 5 comes, L = min(batch, w - 12); 0 stands for w - 12, as late as
 /// possible, which costs least (3.1.3, lazy scoring), 1 scores every token as soon as it can be. The
 /// scores are the same bits.
@@ -56,6 +60,7 @@ struct ConvScorer {
     static constexpr part_kind kind = part_kind::scorer;
     static constexpr score_time when = score_time::in_window;
     static constexpr std::int32_t reach = 6;
+    static constexpr float start_bias = 1.0f;  ///< of the readout: gates start open
     template <class Float>
     using parameters = ConvParameters<Float>;
 

@@ -34,7 +34,9 @@ template <class Input, class Act, std::int32_t D>
 void initialize(const BasicMlpScorer<Input, Act, D>& scorer, MlpParameters<float> into, std::uint64_t seed);
 
 /// The layers' weights normal with variance 2 / (3 C(l-1)), which keeps the size of activations through SiLU
-/// roughly; biases and the score head 0.
+/// roughly; biases and the readout 0, its bias ConvScorer::start_bias. So every r is sigmoid(1) = 0.73, and
+/// LTE sparsifies from open gates (3.1.2). Without an array for the readout's bias every r is 0.5, and gates
+/// start shut.
 template <std::int32_t D>
 void initialize(const ConvScorer<D>& scorer, ConvParameters<float> into, std::uint64_t seed);
 

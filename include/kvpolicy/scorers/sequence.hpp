@@ -56,9 +56,10 @@ std::size_t score_sequence_workspace_bytes(const host& ctx, const S& scorer, row
 /// stateful one absorbs token after token, and right after token q it reads token t = q - delay (the window's
 /// w for KVpop; 0 reads each token as it comes): scores[b][h][t] is written where t + delay < length. **Other
 /// entries are not written**: the entry of a key that does not leave its window keeps its old value, and must
-/// not be read. A scorer that reads neighbors (ConvScorer) writes the same entries, for a window of `delay`
-/// keys. With cu_seqlens the state is empty at each segment's start, where positions count from 0 again, and
-/// t and t + delay are of one segment.
+/// not be read. A scorer that reads neighbors (ConvScorer) writes the same scores, for a window of `delay`
+/// keys, and -infinity to the entries of the last `delay` keys, which have no score; a delay of its reach
+/// scores every key that has all its later neighbors. With cu_seqlens the state is empty at each segment's
+/// start, where positions count from 0 again, and t and t + delay are of one segment.
 ///
 /// Continued sequences: with starts[b] = s > 0 the call brings tokens s .. s + length - 1 of sequence b, in
 /// rows of the same numbers; the rows before s are tokens of earlier calls. A stateless scorer does not
@@ -70,7 +71,7 @@ std::size_t score_sequence_workspace_bytes(const host& ctx, const S& scorer, row
 /// NaN in an input makes every score NaN that depends on it: the token's own, those read after a stateful
 /// scorer absorbed it, those of its neighbors. Such inputs are not refused here. Refuses, before anything is
 /// written: views that disagree, lengths below 0 or over S, a scorer that does not fit (check()), a delay
-/// below 0 (2 reach + 1 where neighbors are read), starts > 0 without states, a form or dropout that the
+/// below 0 (below reach where neighbors are read), starts > 0 without states, a form or dropout that the
 /// scorer lacks, too little workspace.
 template <class Widths = all_mlstm_widths, Scorer S, class K, class V>
 void score_sequence(const host& ctx, const S& scorer, rows_view<K> k, rows_view<V> v,

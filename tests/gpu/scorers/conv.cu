@@ -115,8 +115,18 @@ void check(Case c, const std::string& name, const ConvScorer<>& shape, const Dra
 }  // namespace
 
 TEST_CASE("lengths and windows") {
-    for (const auto& [length, delay] :
-         {std::pair{1, 13}, {13, 13}, {14, 13}, {77, 13}, {78, 13}, {150, 13}, {200, 70}}) {
+    for (const auto& [length, delay] : {std::pair{1, 13},
+                                        {13, 13},
+                                        {14, 13},
+                                        {77, 13},
+                                        {78, 13},
+                                        {150, 13},
+                                        {200, 70},
+                                        {6, 6},
+                                        {7, 6},
+                                        {70, 6},
+                                        {150, 7},
+                                        {150, 11}}) {
         const Case c = sized(length, delay, 32);
         check<bf16>(c, "bf16", shaped(c, rope_layout::interleaved));
         check<float>(c, "float", shaped(c, rope_layout::half_split));
@@ -136,7 +146,8 @@ TEST_CASE("widths") {
 }
 
 TEST_CASE("tiles of the Hopper kernel: edges, widths, both halves of RoPE") {
-    for (const auto& [length, delay] : {std::pair{119, 13}, {133, 13}, {134, 14}, {400, 29}}) {
+    for (const auto& [length, delay] :
+         {std::pair{119, 13}, {133, 13}, {134, 14}, {400, 29}, {7, 6}, {110, 6}, {134, 6}, {400, 9}}) {
         const Case c = sized(length, delay, 128);
         check<bf16>(c, "bf16, 128", shaped(c, rope_layout::half_split));
         const Case narrow = sized(length, delay, 64);
@@ -170,8 +181,10 @@ TEST_CASE("angles beyond what is turned quickly") {
 }
 
 TEST_CASE("tiles of the Hopper kernel: ragged, packed, continued") {
-    for (const Case& c : {ragged(sized(380, 14, 64), 134), packed(sized(500, 13, 64), {1, 121, 241, 241}),
-                          continued(sized(250, 130, 64), 210)}) {
+    for (const Case& c :
+         {ragged(sized(380, 14, 64), 134), packed(sized(500, 13, 64), {1, 121, 241, 241}),
+          continued(sized(250, 130, 64), 210), ragged(sized(380, 6, 64), 134),
+          packed(sized(500, 6, 64), {1, 8, 121, 241, 241}), continued(sized(250, 6, 64), 210)}) {
         check<bf16>(c, "bf16", shaped(c, rope_layout::half_split));
     }
 }
@@ -351,7 +364,8 @@ TEST_CASE("a scorer too wide for a GPU's blocks is refused before anything is en
 
 TEST_CASE("ragged, packed, continued") {
     for (const Case& c : {ragged(sized(150, 14, 32), 80), packed(sized(200, 13, 32), {1, 65, 65}),
-                          continued(sized(70, 20, 32), 90)}) {
+                          continued(sized(70, 20, 32), 90), ragged(sized(150, 6, 32), 80),
+                          packed(sized(200, 6, 32), {1, 8, 65, 65}), continued(sized(70, 6, 32), 90)}) {
         check<bf16>(c, "bf16", shaped(c, rope_layout::interleaved));
         check<float>(c, "float", shaped(c, rope_layout::interleaved));
     }

@@ -223,7 +223,7 @@ inline const host& oracle() {
     return ctx;
 }
 
-/// What a tensor may differ by, relative to its norm. Untouched entries must be untouched in both, NaN
+/// What a tensor may differ by, relative to its norm. Untouched and infinite entries must be so in both, NaN
 /// must be NaN in both.
 inline void compare(const std::string& what, const std::vector<double>& got,
                     const std::vector<double>& wanted, double tolerance, double absolute = 0.0) {
@@ -231,8 +231,8 @@ inline void compare(const std::string& what, const std::vector<double>& got,
     double error = 0.0, size = 0.0, worst_error = -1.0;
     std::size_t bad = 0, first_bad = 0, worst = 0;
     for (std::size_t i = 0; i < got.size(); ++i) {
-        if (wanted[i] == untouched || std::isnan(wanted[i])) {
-            const bool right = std::isnan(wanted[i]) ? std::isnan(got[i]) : got[i] == untouched;
+        if (wanted[i] == untouched || !std::isfinite(wanted[i])) {
+            const bool right = std::isnan(wanted[i]) ? std::isnan(got[i]) : got[i] == wanted[i];
             first_bad = right || bad > 0 ? first_bad : i;
             bad += right ? 0 : 1;
             continue;

@@ -12,6 +12,7 @@
 #include <doctest/doctest.h>
 
 #include <algorithm>
+#include <limits>
 #include <random>
 
 using namespace kvpolicy;
@@ -21,6 +22,7 @@ using test::conv_weights;
 namespace {
 
 constexpr float mark = -77.0f;
+constexpr float unscored = -std::numeric_limits<float>::infinity();
 
 template <class T>
 void compare(double tolerance) {
@@ -46,7 +48,7 @@ void compare(double tolerance) {
                                                      c.sequences(), c.delay, form::fastest, T(mark));
                 for (std::size_t t = 0; t < got.size(); ++t) {
                     if (std::isnan(want[t])) {
-                        REQUIRE(got[t] == T(mark));
+                        REQUIRE(got[t] == T(unscored));
                     } else {
                         REQUIRE(std::abs(static_cast<double>(got[t]) - want[t]) <=
                                 tolerance * (1.0 + std::abs(want[t])));
@@ -88,7 +90,8 @@ double loss_of(const host& ctx, const ConvScorer<>& scorer, const Inputs& in, co
     score_sequence(ctx, scorer, k, v, sequences, delay, scores.view(), workspace, options);
     double sum = 0.0;
     for (std::size_t i = 0; i < scores.data.size(); ++i) {
-        sum += scores.data[i] * in.d.data[i];  // a score that is not written stays 0
+        // A key without a score adds nothing.
+        sum += std::isinf(scores.data[i]) ? 0.0 : scores.data[i] * in.d.data[i];
     }
     return sum;
 }
@@ -273,7 +276,7 @@ TEST_CASE("chunks of a sequence get the scores of the whole, batches and lengths
     v.fill_normal(generator);
     const test::Tensor<bf16>&ck = k, &cv = v;
     const std::int32_t ends[] = {100, 57};
-    for (const std::int32_t delay : {13, 30}) {
+    for (const std::int32_t delay : {6, 13, 30}) {
         const auto whole = test::score_all<ConvScorer<>, bf16>(ctx, scorer, ck.view(), cv.view(),
                                                                {.batch = 2, .length = 100, .lengths = ends},
                                                                delay, form::fastest, mark);
@@ -291,7 +294,9 @@ TEST_CASE("chunks of a sequence get the scores of the whole, batches and lengths
             CHECK(test::same_bits(scores.data, whole));
         }
         for (std::int32_t t = 0; t < 100; ++t) {
-            CHECK((whole[static_cast<std::size_t>(2 * 100 + t)] != mark) == (t + delay < 57));
+            const float score = whole[static_cast<std::size_t>(2 * 100 + t)];
+            CHECK((score == mark) == (t >= 57));
+            CHECK((score == unscored) == (t < 57 && t + delay >= 57));
         }
     }
 }
@@ -414,6 +419,90 @@ TEST_CASE("gradients of weights and inputs by differences, with and without drop
     c.seed = 5, c.cu.clear(), c.biases = true;
     const std::int32_t lengths[] = {34, 21, 15};
     check_gradients(c, {0.1f, 4}, 3, lengths);
+    // Of all keys that have their later neighbors.
+    c.seed = 6, c.delay = 6;
+    check_gradients(c, {});
+    check_gradients(c, {0.1f, 4}, 3, lengths);
+    c.seed = 7, c.delay = 9, c.cu = {0, 4, 11, 18, 34};
+    check_gradients(c, {0.25f, 5});
+    c.delay = 6, c.biases = false;
+    check_gradients(c, {});
+}
+
+TEST_CASE("a delay of the reach scores all keys with six keys after them, by the equations") {
+    conv_case c;
+    c.cu = {0, 5, 24, 60};
+    const conv_weights weights(c);
+    const auto keys = c.keys(), values = c.values();
+    const auto k = view_bhsd(keys.data(), 1, c.heads, c.length, c.head_dim_qk);
+    const auto v = view_bhsd(values.data(), 1, c.heads, c.length, c.head_dim_vo);
+    const ConvScorer<> scorer = weights.scorer();
+    const auto all =
+        test::score_all<ConvScorer<>, float>(host{1}, scorer, k, v, c.sequences(), 6, form::fastest, mark);
+    const auto some =
+        test::score_all<ConvScorer<>, float>(host{2}, scorer, k, v, c.sequences(), 13, form::fastest, mark);
+    for (std::int32_t h = 0; h < c.heads; ++h) {
+        // y_l[t] of a segment, from its definition.
+        const auto y = [&](const auto& self, std::int32_t layer, std::int32_t begin,
+                           std::int32_t t) -> std::vector<double> {
+            std::vector<double> out(static_cast<std::size_t>(scorer.channels(layer)), 0.0);
+            if (layer == 0) {
+                if (t < 0) {
+                    return out;
+                }
+                std::copy_n(k.row(0, h, begin + t), c.head_dim_qk, out.begin());
+                std::copy_n(v.row(0, h, begin + t), c.head_dim_vo, out.begin() + c.head_dim_qk);
+                const std::int32_t half = c.head_dim_qk / 2;
+                for (std::int32_t i = 0; i < half; ++i) {
+                    const double angle = -t * std::pow(10000.0, -2.0 * i / c.head_dim_qk);
+                    double &x = out[static_cast<std::size_t>(i)],
+                           &z = out[static_cast<std::size_t>(i + half)];
+                    const double turned = x * std::cos(angle) - z * std::sin(angle);
+                    z = x * std::sin(angle) + z * std::cos(angle), x = turned;
+                }
+                return out;
+            }
+            const auto width = static_cast<std::size_t>(scorer.channels(layer)),
+                       inputs = static_cast<std::size_t>(scorer.channels(layer - 1));
+            const auto& w = weights.w[layer - 1];
+            const auto& b = weights.b[layer - 1];
+            for (std::size_t n = 0; n < width; ++n) {
+                out[n] = static_cast<double>(b[static_cast<std::size_t>(h) * width + n]);
+            }
+            for (std::size_t tap = 0; tap < 3; ++tap) {
+                const auto in = self(self, layer - 1, begin, t + 2 * static_cast<std::int32_t>(tap) - 2);
+                for (std::size_t n = 0; n < width; ++n) {
+                    for (std::size_t i = 0; i < inputs; ++i) {
+                        const std::size_t row = (static_cast<std::size_t>(h) * width + n) * 3 + tap;
+                        out[n] += static_cast<double>(w[row * inputs + i]) * in[i];
+                    }
+                }
+            }
+            for (double& x : out) {
+                x /= 1.0 + std::exp(-x);
+            }
+            return out;
+        };
+        for (std::size_t i = 0; i + 1 < c.cu.size(); ++i) {
+            for (std::int32_t t = c.cu[i]; t < c.cu[i + 1]; ++t) {
+                CAPTURE(t);
+                const auto at = static_cast<std::size_t>(h * c.length + t);
+                if (t + 6 >= c.cu[i + 1]) {
+                    REQUIRE(all[at] == unscored);
+                    continue;
+                }
+                REQUIRE(some[at] == (t + 13 < c.cu[i + 1] ? all[at] : unscored));
+                double score = static_cast<double>(weights.readout_bias[static_cast<std::size_t>(h)]);
+                const auto last = y(y, 3, c.cu[i], t - c.cu[i]);
+                for (std::size_t n = 0; n < last.size(); ++n) {
+                    score +=
+                        static_cast<double>(weights.readout[static_cast<std::size_t>(h) * last.size() + n]) *
+                        last[n];
+                }
+                REQUIRE(std::abs(static_cast<double>(all[at]) - score) <= 1e-4 * (1.0 + std::abs(score)));
+            }
+        }
+    }
 }
 
 TEST_CASE("bad input to ConvScorer gets a sentence") {
@@ -433,10 +522,8 @@ TEST_CASE("bad input to ConvScorer gets a sentence") {
         score_sequence(ctx, scorer, k, v, c.sequences(), delay, scores.view(), memory, options);
     };
     run();
-    delay = 12;
-    CHECK_REFUSED(
-        run(),
-        "delay: 12 is not allowed; it must be 13 or more, since the scorer reads 6 keys on either side");
+    delay = 5;
+    CHECK_REFUSED(run(), "delay: 5 is not allowed; it must be 6 or more, since a score reads 6 later keys");
     delay = 13;
     options.dropout.rate = 1.0f;
     CHECK_REFUSED(run(), "dropout.rate: 1 is not allowed; it must be 0 (none) or more, and below 1");
@@ -474,7 +561,7 @@ TEST_CASE("bad input to ConvScorer gets a sentence") {
                   "dropout.rate: 0.1 is not allowed; it must be 0, since this scorer has no dropout");
 }
 
-TEST_CASE("a start: scores of 0, activations of a steady size, by seed") {
+TEST_CASE("a start: scores of 1, activations of a steady size, by seed") {
     conv_case c;
     c.head_dim_qk = c.head_dim_vo = 32;
     conv_weights weights(c);
@@ -493,6 +580,8 @@ TEST_CASE("a start: scores of 0, activations of a steady size, by seed") {
     CHECK(squares / static_cast<double>(first.size()) == doctest::Approx(2.0 / (3 * 32)).epsilon(0.1));
     CHECK(std::all_of(weights.readout.begin(), weights.readout.end(), [](float x) { return x == 0.0f; }));
     CHECK(std::all_of(weights.b[0].begin(), weights.b[0].end(), [](float x) { return x == 0.0f; }));
+    CHECK(std::all_of(weights.readout_bias.begin(), weights.readout_bias.end(),
+                      [](float x) { return x == 1.0f; }));
     initialize(scorer, into(), 8);
     CHECK(first != weights.w[1]);
     initialize(scorer, into(), 7);

@@ -18,21 +18,30 @@ namespace host_backend {
 
 /// One parity of one segment of a sequence: outputs are tokens first, first + 2, ... (`rows` of them),
 /// counted from the segment's first token, which is token `begin` of the call. Its rows of x start at row
-/// `at` of the sequence's arrays.
+/// `at` of the sequence's arrays, which have conv_stream_rows() rows.
 struct conv_stream {
     std::int64_t segment, begin, at;
     position_t first;
     std::int32_t rows;
 };
 
+/// Rows that the two streams of a segment may have beyond its tokens: their outputs are the tokens less
+/// `delay`, and each has 6 rows of x more.
+inline std::int64_t conv_extra_rows(std::int32_t delay) {
+    return std::max<std::int64_t>(0, 2 * std::int64_t{ConvScorer<>::reach} - delay);
+}
+/// Rows of a sequence's arrays.
+inline std::int64_t conv_stream_rows(const Sequences& sequences, std::int32_t delay) {
+    const std::int64_t segments = sequences.cu_seqlens == nullptr ? 1 : sequences.segments;
+    return std::max<std::int64_t>(sequences.length, 0) + segments * conv_extra_rows(delay);
+}
+
 /// Calls visit(stream) for the streams of sequence b, in order.
 template <class Visit>
 void for_each_conv_stream(const Sequences& sequences, std::int64_t b, std::int32_t delay, Visit&& visit) {
     for_each_leaving(sequences, b, 0, sequences.length_of(b), delay,
                      [&](std::int64_t segment, std::int64_t begin, std::int64_t first, std::int64_t end) {
-                         // A segment has delay >= 13 tokens more than outputs, and 12 rows more than those
-                         // here.
-                         std::int64_t at = begin;
+                         std::int64_t at = begin + segment * conv_extra_rows(delay);
                          for (std::int32_t parity = 0; parity < 2; ++parity) {
                              const auto rows = static_cast<std::int32_t>((end - first - parity + 1) / 2);
                              if (rows > 0) {
@@ -43,7 +52,7 @@ void for_each_conv_stream(const Sequences& sequences, std::int64_t b, std::int32
                      });
 }
 
-/// Arrays [B, Hkv, S, Cl] of x and the layers: y before the activation, then a = drop(SiLU(y)), then d y.
+/// Arrays [B, Hkv, rows, Cl] of x and the layers: y before the activation, then a = drop(SiLU(y)), then d y.
 template <class Real>
 struct conv_backward_memory {
     Real* x;
@@ -60,7 +69,7 @@ struct conv_backward_memory {
         detail::arena from(data);
         const std::size_t rows = static_cast<std::size_t>(call.k.batch) *
                                  static_cast<std::size_t>(call.k.heads) *
-                                 static_cast<std::size_t>(std::max(call.sequences.length, 0));
+                                 static_cast<std::size_t>(conv_stream_rows(call.sequences, call.delay));
         const auto width = [&](std::int32_t layer) {
             return static_cast<std::size_t>(scorer.channels(layer));
         };
@@ -113,7 +122,8 @@ struct conv_backward_pass {
     static std::int32_t rows_in(std::int32_t layer, const stream& s) { return s.rows + 2 * (3 - layer); }
     [[nodiscard]] Real* rows_of(Real* array, std::int32_t layer, std::int64_t b, std::int64_t h,
                                 const stream& s) const {
-        return array + ((b * call.k.heads + h) * call.sequences.length + s.at) * width(layer);
+        const std::int64_t rows = conv_stream_rows(call.sequences, call.delay);
+        return array + ((b * call.k.heads + h) * rows + s.at) * width(layer);
     }
     [[nodiscard]] Real d_score(std::int64_t b, std::int64_t h, const stream& s, std::int32_t i) const {
         return call.d_scores.head(b, h)[s.begin + s.first + std::int64_t{2} * i];

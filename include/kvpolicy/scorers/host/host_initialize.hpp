@@ -117,7 +117,7 @@ void initialize(const ConvScorer<D>& scorer, ConvParameters<float> into, std::ui
         fill_value(arrays.b, out, 0.0f);
     }
     fill_value(into.readout, std::int64_t{scorer.heads} * scorer.channels(3), 0.0f);
-    fill_value(into.readout_bias, scorer.heads, 0.0f);
+    fill_value(into.readout_bias, scorer.heads, scorer.start_bias);
 }
 
 template <std::int32_t D>

@@ -12,6 +12,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <limits>
 #include <string>
 
 namespace kvpolicy {
@@ -257,10 +258,32 @@ void for_each_leaving(const Sequences& sequences, std::int64_t b, std::int64_t b
     }
 }
 
+/// Calls visit(b, begin, end) for the tokens of a call that get no score, since their segment ends within
+/// `delay` tokens. Those of earlier calls were visited there.
+template <class Visit>
+void for_each_unscored(const Sequences& sequences, std::int32_t delay, Visit&& visit) {
+    const std::int64_t segments = sequences.cu_seqlens == nullptr ? 1 : sequences.segments;
+    for (std::int64_t b = 0; b < sequences.batch; ++b) {
+        for (std::int64_t i = 0; i < segments; ++i) {
+            const stream_range range = segment_of(sequences, b, i);
+            const std::int64_t begin = std::max(range.first, range.end - delay);
+            if (begin < range.end) {
+                visit(b, begin, range.end);
+            }
+        }
+    }
+}
+
 template <class S, class T, class Real>
 void score_in_window(const host& ctx, const S& scorer, rows_view<const T> k, rows_view<const T> v,
                      const Sequences& sequences, std::int32_t delay, plane_view<Real> scores,
                      [[maybe_unused]] const Dropout& dropout, Real* memory) {
+    for_each_unscored(sequences, delay, [&](std::int64_t b, std::int64_t begin, std::int64_t end) {
+        for (std::int64_t h = 0; h < k.heads; ++h) {
+            std::fill(scores.head(b, h) + begin, scores.head(b, h) + end,
+                      -std::numeric_limits<Real>::infinity());
+        }
+    });
     for_each_scorer_block(
         ctx, scorer, k, v, sequences, memory,
         [&](Real* keys, std::int64_t b, std::int32_t h, std::int64_t block) {

@@ -343,12 +343,25 @@ __device__ inline void conv_block(const conv_params<T>& params, const scorer_spa
     }
 }
 
+/// -infinity to a chunk's tokens that have no score, since their segment ends within streams.delay tokens. No
+/// block writes a score there.
+template <class T>
+__device__ inline void mark_unscored(const conv_params<T>& params, const scorer_span& s) {
+    float* const scores = params.scores.head(s.b, s.h);
+    const std::int32_t end = s.first + s.count;
+    for (std::int32_t t = max(s.first, s.end - params.streams.delay) + static_cast<std::int32_t>(threadIdx.x);
+         t < end; t += static_cast<std::int32_t>(blockDim.x)) {
+        scores[t] = -INFINITY;
+    }
+}
+
 /// Scores of ConvScorer, portable: the tokens that leave a window of streams.delay keys while those of the
 /// block come.
 /// Grid: a block per chunk of conv_tiling<Tiles>::tokens tokens. Block: 128 threads. Shared memory:
 /// conv_memory.
 /// In: params.source (k, v), layer[3].weights [heads, padded, 3, padded_inputs] T.
-/// Out: scores [B, heads, S] fp32, overwritten for the chunk's tokens that have one.
+/// Out: scores [B, heads, S] fp32, overwritten: of the tokens that have one, and -infinity for the chunk's
+/// tokens that have none.
 /// 1. x of the chunk and of the 6 tokens on either side to its tile.
 /// 2. Layers 1 and 2, tile to tile.
 /// 3. Layer 3, down to weighted sums.
@@ -357,6 +370,7 @@ template <class T, int Tiles>
 __global__ void __launch_bounds__(128) conv_kernel(const conv_params<T> params) {
     const scorer_streams& streams = params.streams;
     const scorer_span s = streams.span_of_block(conv_tiling<Tiles>::tokens);
+    mark_unscored(params, s);
     const std::int32_t skipped = streams.first_read(s);
     if (skipped >= s.count) {
         return;

@@ -359,7 +359,8 @@ struct conv_stream_tiles {
 /// conv_consumers threads, two warpgroups; two blocks per SM. Shared memory: conv_forward_shape.
 /// In: params.source (k, v) T, weights of pack_conv_kernel, which is the kernel before; base: of the
 /// frequencies, or 0.
-/// Out: scores [B, heads, S] fp32, overwritten for the range's tokens that have one.
+/// Out: scores [B, heads, S] fp32, overwritten: of the tokens that have one, and -infinity for the range's
+/// tokens that have none.
 /// Per tile of 128 rows:
 /// 1. x to its tile (RoPE reversed on the way).
 /// 2. Layer 1.
@@ -374,6 +375,7 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(conv_consumers), 2)
 #if KVPOLICY_HOPPER_CODE
     const scorer_streams& streams = params.streams;
     const scorer_span s = streams.span_of_block(tokens);
+    mark_unscored(params, s);
     const std::int32_t skipped = streams.first_read(s);
     if (skipped >= s.count) {
         wait_for_kernel_before();
