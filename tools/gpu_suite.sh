@@ -263,6 +263,7 @@ sanitized[losses]="
 gpu.losses.boundary | $all_checks | lengths*
 gpu.losses.gates    | $all_checks | packed*,the controller*
 gpu.losses.distill  | $all_checks | infinite*,L2*
+gpu.losses.lte      | $all_checks | straight-through*
 "
 targets[losses]="
 step/16k x 8, mlp                       | 4.5 | 4 |

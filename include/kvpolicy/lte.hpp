@@ -22,6 +22,8 @@
 // The scorer (scorers/conv.hpp) is a convolution over a key's 6 neighbors on either side, on [k before RoPE;
 // v]: it reads the stored key and undoes the rotation, and runs over all keys that it can score at once, as
 // late as the window allows (w >= 13). LTE<s, w, b, GivenScores> takes scores from the caller instead.
+//
+// Training: losses/gates.hpp. The cap of LambdaController is this b, since retention_counts counts the sinks.
 #pragma once
 
 #include <kvpolicy/attention/attend.hpp>

@@ -26,7 +26,7 @@ std::size_t straight_through_values_workspace_bytes(const cuda& ctx, const P& po
                                                     const Sequences& sequences, std::int32_t heads);
 
 /// v and d_v [B, Hkv, S, Dv]; overwrites d_scores [B, Hkv, S] for the sequences' lengths. Where v or d_v of a
-/// key that counts is not finite, status_not_finite says so.
+/// key in options.scope is not finite, status_not_finite says so.
 template <AnyPolicy P, class V>
 void straight_through_values(const cuda& ctx, const P& policy, input_plane<real_of<V>> scores, rows_view<V> v,
                              input_rows<V> d_v, const Sequences& sequences, plane_view<real_of<V>> d_scores,

@@ -15,7 +15,8 @@
 
 namespace kvpolicy {
 
-/// Which keys a gate loss is about.
+/// Which keys a gate's loss, straight-through gradient or count is about. A key without a score (-infinity:
+/// score_sequence(ConvScorer)) has r = 0: it adds 0 to a penalty and to a count, and its gradient is 0.
 enum class gate_scope : std::uint8_t {
     decided,  ///< keys whose gate is asked: out of the window before the end, no sink, not kept by position
     all,      ///< every key, as the papers' sums have it; a gate that is not asked gets a gradient too
@@ -89,7 +90,8 @@ using RetentionPenalty = BasicGateLoss<RetentionTerm>;
 
 /// Options of straight_through_values and retention_counts.
 struct GateOptions {
-    std::int32_t layer = 0;  ///< the layer whose rules hold
+    std::int32_t layer = 0;              ///< the layer whose rules hold
+    gate_scope scope = gate_scope::all;  ///< the penalty's, so that all three are about the same keys
     /// [B], OR-ed into: status_bad_length, for a length that then counts as 0; status_nan_score, for a NaN
     /// score that is read; status_not_finite, for a sum <v_t, dv_t> that is NaN or infinite. Null: not
     /// wanted; the host then refuses all three (retention_counts: lengths alone).
@@ -103,8 +105,8 @@ std::size_t straight_through_values_workspace_bytes(const host& ctx, const P& po
 
 /// LTE's straight-through gradient (eq. 6): d r[t] = <v_t, dv_t>, times r (1 - r) for the logit. v and d_v
 /// [B, Hkv, S, Dv] (from attend_backward); overwrites d_scores [B, Hkv, S] for the sequences' lengths, with 0
-/// for keys whose gate is not asked (gate_scope::decided) and for a NaN score. Refuses, where there is no
-/// status: a NaN score, and a NaN or infinity in v or d_v, at a key that counts.
+/// for keys outside options.scope and for a NaN score. Refuses, where there is no status: a NaN score, and a
+/// NaN or infinity in v or d_v, at a key in the scope.
 template <AnyPolicy P, class V>
 void straight_through_values(const host& ctx, const P& policy, input_plane<real_of<V>> scores, rows_view<V> v,
                              input_rows<V> d_v, const Sequences& sequences, plane_view<real_of<V>> d_scores,
@@ -115,8 +117,12 @@ template <AnyPolicy P>
 std::size_t retention_counts_workspace_bytes(const host& ctx, const P& policy, const Sequences& sequences,
                                              std::int32_t heads);
 
-/// counts[h] = how many keys of head h are out of the window, no sinks, and have r > 0.5 (z > 0): mean over
-/// sequences. Overwrites counts [Hkv]. A NaN score is not above 0, and sets status_nan_score.
+/// LTE's c_h (3.1.2): counts[h] = how many keys of head h are retained, mean over sequences. A key is
+/// retained if r > 0.5 (z > 0), and a sink or a key kept by position whatever its r (eq. 5), as the cap b of
+/// LTE<s, w, b> counts them. gate_scope::all counts over every key, as the paper's sum does;
+/// gate_scope::decided over the keys out of the window before the end, which are those that a cache holds
+/// beside its window. Overwrites counts [Hkv]. A NaN score is not above 0, and sets status_nan_score; scores
+/// of keys kept by position are not read.
 template <AnyPolicy P, class Real>
 void retention_counts(const host& ctx, const P& policy, plane_view<Real> scores, const Sequences& sequences,
                       double* counts, workspace_view workspace, const GateOptions& options = {});
@@ -129,11 +135,13 @@ void retention_counts(const host& ctx, const P& policy, plane_view<Real> scores,
 ///         other way round)
 ///     lambda <- min(lambda factor^s, 1),  s = [c > cap] - [c < slack cap];  below `least` it becomes 0;
 ///     0 becomes `least` again where c > cap
+///
+/// fp32 rounds lambda at each step, so a weight within 2^-12 of `least` (less than half a step) is `least`.
 struct LambdaController {
     std::int32_t heads = 0;
     float* lambda = nullptr;    ///< [heads]; start() fills it
     double* average = nullptr;  ///< [heads]: c; negative until the first observation, which it starts from
-    double cap = 512.0;         ///< b, in keys
+    double cap = 512.0;         ///< b in keys, sinks included: that of LTE<s, w, b>
     double slack = 0.95;
     float factor = 1.2f;  ///< the paper leaves its alpha open
     float least = 1e-9f;

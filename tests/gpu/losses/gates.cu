@@ -115,21 +115,23 @@ void check_losses(const P& policy, const Case& c) {
     // Counts.
     const host host_ctx(1);
     std::vector<double> wanted(static_cast<std::size_t>(c.heads));
-    retention_counts(host_ctx, policy, c.plane(c.scores.data()),
-                     c.sequences(c.lengths.data(), c.edges.data()), wanted.data(), {});
     const Device<float> scores(c.scores);
     const Device<std::int32_t> lengths(c.lengths), edges(c.edges);
     const Sequences sequences = c.sequences(lengths.data(), edges.data());
     const kvpolicy::cuda ctx{};
     const Device<unsigned char> workspace(retention_counts_workspace_bytes(ctx, policy, sequences, c.heads));
     const Device<double> counts(wanted.size());
-    retention_counts(ctx, policy, c.plane(static_cast<const float*>(scores.data())), sequences, counts.data(),
-                     workspace);
-    CHECK(counts.read() == wanted);
+    for (const gate_scope scope : {gate_scope::all, gate_scope::decided}) {
+        retention_counts(host_ctx, policy, c.plane(c.scores.data()),
+                         c.sequences(c.lengths.data(), c.edges.data()), wanted.data(), {}, {.scope = scope});
+        retention_counts(ctx, policy, c.plane(static_cast<const float*>(scores.data())), sequences,
+                         counts.data(), workspace, {.scope = scope});
+        CHECK(counts.read() == wanted);
+    }
 }
 
 template <class T, class P>
-void check_straight_through(const P& policy, const Case& c, std::int32_t dim) {
+void check_straight_through(const P& policy, const Case& c, std::int32_t dim, gate_scope scope) {
     std::mt19937 generator(7);
     std::normal_distribution<float> normal;
     std::vector<T> v(c.count() * static_cast<std::size_t>(dim)), d_v(v.size());
@@ -142,7 +144,7 @@ void check_straight_through(const P& policy, const Case& c, std::int32_t dim) {
     std::vector<float> wanted(c.count(), untouched);
     straight_through_values(host_ctx, policy, c.plane(static_cast<const float*>(c.scores.data())),
                             rows(v.data()), rows(d_v.data()), c.sequences(c.lengths.data(), c.edges.data()),
-                            c.plane(wanted.data()), {});
+                            c.plane(wanted.data()), {}, {.scope = scope});
     const Device<float> scores(c.scores), d(std::vector<float>(c.count(), untouched));
     const Device<T> of_v(v), of_d_v(d_v);
     const Device<std::int32_t> lengths(c.lengths), edges(c.edges);
@@ -152,11 +154,18 @@ void check_straight_through(const P& policy, const Case& c, std::int32_t dim) {
         straight_through_values_workspace_bytes(ctx, policy, sequences, c.heads));
     const auto of_gpu = [&](T* data) { return view_bhsd(data, c.batch, c.heads, c.length, dim); };
     straight_through_values(ctx, policy, c.plane(scores.data()), of_gpu(of_v.data()), of_gpu(of_d_v.data()),
-                            sequences, c.plane(d.data()), workspace);
+                            sequences, c.plane(d.data()), workspace, {.scope = scope});
     const std::vector<float> got = d.read();
     for (std::size_t i = 0; i < got.size(); ++i) {
         CAPTURE(i);  // sums of doubles in another order
         REQUIRE(std::fabs(got[i] - wanted[i]) <= 0x1p-22f * std::fabs(wanted[i]) + 1e-12f);
+    }
+}
+
+template <class T, class P>
+void check_straight_through(const P& policy, const Case& c, std::int32_t dim) {
+    for (const gate_scope scope : {gate_scope::all, gate_scope::decided}) {
+        check_straight_through<T>(policy, c, dim, scope);
     }
 }
 

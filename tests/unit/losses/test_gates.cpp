@@ -7,6 +7,7 @@
 
 #include "../../support/cases.hpp"
 #include "../../support/differences.hpp"
+#include "../../support/lifetime_cases.hpp"
 #include "../../support/loss_value.hpp"
 #include "../../support/refusal.hpp"
 
@@ -255,14 +256,19 @@ TEST_CASE("straight-through values, counts and the lambda controller") {
     const test::Plane<double>& s = scores;
     const test::Tensor<double>&cv = v, &cd = d_v;
     const Sequences sequences{.batch = 1, .length = 12};
-    straight_through_values(on, policy, s.view(), cv.view(), cd.view(), sequences, d.view(), {});
-    for (std::int32_t t = 0; t < 12; ++t) {
-        double dot = 0.0;
-        for (std::int32_t i = 0; i < 8; ++i) {
-            dot += v.view().row(0, 0, t)[i] * d_v.view().row(0, 0, t)[i];
+    const GateOptions decided{.scope = gate_scope::decided};
+    for (const bool all : {true, false}) {
+        straight_through_values(on, policy, s.view(), cv.view(), cd.view(), sequences, d.view(), {},
+                                all ? GateOptions{} : decided);
+        for (std::int32_t t = 0; t < 12; ++t) {
+            double dot = 0.0;
+            for (std::int32_t i = 0; i < 8; ++i) {
+                dot += v.view().row(0, 0, t)[i] * d_v.view().row(0, 0, t)[i];
+            }
+            const double r = sigmoid(scores.at(0, 0, t));
+            const double wanted = !all && (t < 2 || t >= 8) ? 0.0 : dot * r * (1.0 - r);
+            CHECK(std::abs(d.at(0, 0, t) - wanted) < 1e-14);
         }
-        const double r = sigmoid(scores.at(0, 0, t));
-        CHECK(std::abs(d.at(0, 0, t) - (t < 2 || t >= 8 ? 0.0 : dot * r * (1.0 - r))) < 1e-14);
     }
     d_v.view().row(0, 1, 5)[2] = std::numeric_limits<double>::quiet_NaN();
     const auto again = [&] {
@@ -271,9 +277,16 @@ TEST_CASE("straight-through values, counts and the lambda controller") {
     CHECK_REFUSED(again(), "d_v[0][1][5]");
 
     double counts[2] = {-1.0, -1.0};
+    retention_counts(on, policy, s.view(), sequences, counts, {}, decided);
+    CHECK(counts[0] == 2.0 + 2.0);  // t = 2 and 5 of 2 .. 7 have z = 1; two sinks
+    CHECK(counts[1] == 0.0 + 2.0);  // r = 0.5 is not above 0.5
     retention_counts(on, policy, s.view(), sequences, counts, {});
-    CHECK(counts[0] == 2.0);  // t = 2 and 5 of 2 .. 7 have z = 1
-    CHECK(counts[1] == 0.0);  // r = 0.5 is not above 0.5
+    CHECK(counts[0] == 4.0 + 2.0);  // and t = 8 and 11
+    CHECK(counts[1] == 0.0 + 2.0);
+    const Policy<Window<4>, kvpolicy_test::KeepEvery> keeping{Window<4>{}, {3}};
+    retention_counts(on, keeping, s.view(), sequences, counts, {}, decided);
+    CHECK(counts[0] == 3.0 + 2.0);  // t = 0, 3, 6 by position, 2 and 5
+    CHECK(counts[1] == 3.0);
 
     float lambda[3];
     double average[3];
@@ -390,7 +403,7 @@ TEST_CASE("with a status, a NaN score adds 0, has gradient 0 and is reported, as
     test::Tensor<double> v(2, 1, 20, 8), d_v(2, 1, 20, 8);
     v.fill(1.0f), d_v.fill(2.0f);
     const test::Tensor<double>&cv = v, &cd = d_v;
-    const GateOptions options{.status = status};
+    const GateOptions options{.scope = gate_scope::decided, .status = status};
     d_v.view().row(0, 0, 8)[3] = nan;
     d_v.view().row(0, 0, 1)[3] = nan;  // a sink: not read
     straight_through_values(ctx, policy, s.view(), cv.view(), cd.view(), sequences, d.view(), {}, options);
@@ -405,9 +418,9 @@ TEST_CASE("with a status, a NaN score adds 0, has gradient 0 and is reported, as
     status[0] = status[1] = status_ok;
     double count = 0.0;
     retention_counts(ctx, policy, s.view(), sequences, &count, {}, options);
-    CHECK(count == (14.0 + 13.0) / 2.0);
+    CHECK(count == (16.0 + 15.0) / 2.0);
     CHECK(status[0] == status_ok);
     CHECK(status[1] == status_nan_score);
     retention_counts(ctx, policy, s.view(), sequences, &count, {});
-    CHECK(count == (14.0 + 13.0) / 2.0);
+    CHECK(count == (20.0 + 19.0) / 2.0);
 }

@@ -88,7 +88,7 @@ class gate_plan {
 
     /// Enqueues the count of keys that a loss is about, to *memory().count.
     void count_keys(gate_scope scope) const {
-        launch_keys("gate_count_kernel", gate_count_kernel<Gate, Keep>, scope == gate_scope::all, false,
+        launch_keys("gate_count_kernel", gate_count_kernel<Gate, Keep>, scope == gate_scope::all,
                     memory_.shares);
         launch("gate_total_kernel", gate_total_kernel<long long>, 1, gate_sum_threads, 0, ctx_,
                static_cast<const long long*>(memory_.shares), memory_.blocks, memory_.count);
@@ -226,7 +226,7 @@ void straight_through_values(const cuda& ctx, const P& policy, input_plane<real_
     const Plan plan(ctx, policy, scores, sequences, options.layer, workspace, options.status);
     cb::launch("straight_through_kernel",
                cb::straight_through_kernel<T, typename Plan::Gate, typename Plan::Keep>, (keys + 7) / 8, 256,
-               0, ctx, plan.params(), v, d_v, d_scores);
+               0, ctx, plan.params(), options.scope == gate_scope::all, v, d_v, d_scores);
 }
 
 template <AnyPolicy P, class Real>
@@ -238,8 +238,9 @@ void retention_counts(const cuda& ctx, const P& policy, plane_view<Real> scores,
     detail::require(counts != nullptr || scores.heads == 0, "counts", "null", "device memory");
     using Plan = cb::gate_plan<P>;
     const Plan plan(ctx, policy, scores, sequences, options.layer, workspace, options.status);
-    plan.launch_keys("gate_count_kernel", cb::gate_count_kernel<typename Plan::Gate, typename Plan::Keep>,
-                     false, true, plan.memory().shares);
+    plan.launch_keys("retained_count_kernel",
+                     cb::retained_count_kernel<typename Plan::Gate, typename Plan::Keep>,
+                     options.scope == gate_scope::all, plan.memory().shares);
     cb::launch("retention_counts_kernel", cb::retention_counts_kernel<double>, scores.heads,
                cb::gate_sum_threads, 0, ctx, static_cast<const long long*>(plan.memory().shares),
                plan.memory().blocks, sequences.batch, counts);

@@ -19,33 +19,61 @@ namespace cuda_backend {
 
 inline constexpr int gate_sum_threads = 512;
 
-/// shares[block] = keys of the block that the loss is about, and with `above` only those whose score is above
-/// 0.
+/// The score of a thread's key; NaN is reported.
+template <class Gate, class Keep>
+__device__ __forceinline__ float read_score(const mask_params<Gate, Keep>& params, const gated_key& key) {
+    const float score = params.scores.head(key.b, key.h)[key.t];
+    if (score != score) {
+        params.report(key.b, status_nan_score);
+    }
+    return score;
+}
+
+/// shares[block] = threads of the block whose key counts; lengths are checked on the way.
+template <class Gate, class Keep>
+__device__ __forceinline__ void write_share(const mask_params<Gate, Keep>& params, const gated_key& key,
+                                            bool counts, long long* shares) {
+    __shared__ long long shared[mask_chunk / 32];
+    if (blockIdx.x < static_cast<unsigned>(params.planes()) && threadIdx.x == 0 && key.h == 0) {
+        params.check_length(key.b);
+    }
+    const long long sum = sum_over_block<mask_chunk>(counts ? 1ll : 0ll, shared);
+    if (threadIdx.x == 0) {
+        shares[blockIdx.x] = sum;
+    }
+}
+
+/// shares[block] = keys of the block that the loss is about.
 ///
 /// Grid: planes * chunks. Block: mask_chunk threads, a key each. Shared memory: one number per warp (static).
 /// Reads scores [B, Hkv, S], fp32. Overwrites shares [grid], int64. Reports status_bad_length and
 /// status_nan_score.
 template <class Gate, class Keep>
 __global__ void __launch_bounds__(mask_chunk)
-    gate_count_kernel(const mask_params<Gate, Keep> params, const bool all, const bool above,
-                      long long* const shares) {
-    __shared__ long long shared[mask_chunk / 32];
+    gate_count_kernel(const mask_params<Gate, Keep> params, const bool all, long long* const shares) {
     const gated_key key = key_of_thread(params);
-    if (blockIdx.x < static_cast<unsigned>(params.planes()) && threadIdx.x == 0 && key.h == 0) {
-        params.check_length(key.b);
-    }
-    bool counts = key.inside && (all || key.decided);
+    const bool counts = key.inside && (all || key.decided);
     if (counts) {
-        const float score = params.scores.head(key.b, key.h)[key.t];
-        if (score != score) {
-            params.report(key.b, status_nan_score);
-        }
-        counts = !above || score > 0.0f;
+        static_cast<void>(read_score(params, key));
     }
-    const long long sum = sum_over_block<mask_chunk>(counts ? 1ll : 0ll, shared);
-    if (threadIdx.x == 0) {
-        shares[blockIdx.x] = sum;
+    write_share(params, key, counts, shares);
+}
+
+/// shares[block] = keys of the block that are retained: by a score above 0, or by their position. Without
+/// `all`, only keys out of the window before the end.
+///
+/// Grid: planes * chunks. Block: mask_chunk threads, a key each. Shared memory: one number per warp (static).
+/// Reads scores [B, Hkv, S], fp32. Overwrites shares [grid], int64. Reports status_bad_length and
+/// status_nan_score.
+template <class Gate, class Keep>
+__global__ void __launch_bounds__(mask_chunk)
+    retained_count_kernel(const mask_params<Gate, Keep> params, const bool all, long long* const shares) {
+    const gated_key key = key_of_thread(params);
+    bool counts = key.inside && (all || key.outside);
+    if (counts && !key.by_position) {
+        counts = read_score(params, key) > 0.0f;
     }
+    write_share(params, key, counts, shares);
 }
 
 /// The sum of `count` shares, in every thread of a block of gate_sum_threads, in one order.
@@ -201,14 +229,15 @@ __global__ void __launch_bounds__(32)
     }
 }
 
-/// d_scores of gated values (straight-through): <v, d_v> times the derivative of the sigmoid at the score.
+/// d_scores of gated values (straight-through): <v, d_v> times the derivative of the sigmoid at the score,
+/// of every key (`all`) or of those whose gate is asked; 0 for the others.
 ///
 /// Grid: planes * S / 8, a warp per key. Block: 256. Shared memory: none. Reads scores [B, Hkv, S] in fp32, v
 /// and d_v [B, Hkv, S, D] in T. Overwrites d_scores [B, Hkv, S] in fp32. Reports bad lengths, NaN scores and
 /// infinite sums.
 template <class T, class Gate, class Keep>
 __global__ void __launch_bounds__(256)
-    straight_through_kernel(const mask_params<Gate, Keep> params, const rows_view<const T> v,
+    straight_through_kernel(const mask_params<Gate, Keep> params, const bool all, const rows_view<const T> v,
                             const rows_view<const T> d_v, const plane_view<float> d_scores) {
     const std::int64_t task = std::int64_t{blockIdx.x} * 8 + warp_id();
     const std::int64_t plane = task / params.length;
@@ -225,7 +254,7 @@ __global__ void __launch_bounds__(256)
     }
     const segment_range segment = params.segment(b, params.segment_of_token(at));
     float slope = 0.0f;
-    if (params.leaves(params.all_params.of(h), at - segment.begin, segment.length())) {
+    if (all || params.leaves(params.all_params.of(h), at - segment.begin, segment.length())) {
         double sum = 0.0;
         const T* const x = v.row(b, h, at);
         const T* const y = d_v.row(b, h, at);
@@ -255,7 +284,7 @@ __global__ void __launch_bounds__(256)
     }
 }
 
-/// counts[h] = the mean over sequences of what gate_count_kernel counted.
+/// counts[h] = the mean over sequences of what retained_count_kernel counted.
 ///
 /// Grid: heads. Block: gate_sum_threads. Shared memory: one number per warp (static). Reads shares
 /// [chunks, batch, heads], int64. Overwrites counts [heads].

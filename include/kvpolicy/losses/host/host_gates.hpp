@@ -30,6 +30,23 @@ void for_each_in_scope(const P& policy, gate_scope scope, const HeadParams& head
     });
 }
 
+/// Calls visit(t, by_position) for the keys of one (sequence, head) that a count of retained keys is over.
+/// by_position: a sink, or kept by a keep part.
+template <class P, class Visit>
+void for_each_retainable(const P& policy, gate_scope scope, const HeadParams& head_params,
+                         const Sequences& sequences, std::int32_t b, Visit&& visit) {
+    for_each_segment<P>(sequences, b, [&](std::int32_t begin, std::int32_t end) {
+        const std::int64_t inside = scope == gate_scope::all ? 0 : head_params.window;
+        for (std::int32_t t = 0; t + inside < end - begin; ++t) {
+            bool by_position = t < head_params.sinks;
+            if constexpr (P::has_keep) {
+                by_position = by_position || policy.keeps(t);
+            }
+            visit(begin + t, by_position);
+        }
+    });
+}
+
 /// Names the first number of a row that is not finite.
 template <class T>
 void refuse_not_finite(const char* name, std::int64_t b, std::int64_t h, std::int64_t t,
@@ -173,7 +190,7 @@ void straight_through_values(const host& ctx, const P& policy, input_plane<real_
     for (std::int32_t b = 0; b < batch; ++b) {
         for (std::int32_t h = 0; h < heads; ++h) {
             hb::for_each_in_scope(
-                policy, gate_scope::decided, policy.params(layer, h), sequences, b, [&](std::int32_t t) {
+                policy, options.scope, policy.params(layer, h), sequences, b, [&](std::int32_t t) {
                     static_cast<void>(
                         checks::is_number("scores", b, h, t, scores.head(b, h)[t], options.status));
                     if (std::isfinite(dot(b, h, t)) ||
@@ -191,7 +208,7 @@ void straight_through_values(const host& ctx, const P& policy, input_plane<real_
         Real* d = d_scores.head(b, h);
         std::fill_n(d, sequences.length_of(b), Real(0));
         hb::for_each_in_scope(
-            policy, gate_scope::decided, policy.params(layer, h), sequences, b, [&](std::int32_t t) {
+            policy, options.scope, policy.params(layer, h), sequences, b, [&](std::int32_t t) {
                 const double z = static_cast<double>(scores.head(b, h)[t]);
                 d[t] = std::isnan(z)
                            ? Real(0)
@@ -215,9 +232,10 @@ void retention_counts(const host& ctx, const P& policy, plane_view<Real> scores,
     for (std::int32_t h = 0; h < scores.heads; ++h) {
         std::int64_t count = 0;
         for (std::int32_t b = 0; b < scores.batch; ++b) {
-            hb::for_each_in_scope(
-                policy, gate_scope::decided, policy.params(layer, h), sequences, b, [&](std::int32_t t) {
-                    const Real z = scores.head(b, h)[t];
+            hb::for_each_retainable(
+                policy, options.scope, policy.params(layer, h), sequences, b,
+                [&](std::int32_t t, bool by_position) {
+                    const Real z = by_position ? Real(1) : scores.head(b, h)[t];
                     count += z > Real(0) ? 1 : 0;
                     if (std::isnan(z)) {
                         static_cast<void>(checks::reported(options.status, b, status_nan_score));

@@ -34,10 +34,11 @@ struct ready_gate {
     static constexpr bool has_threshold = requires(const G& g) { g.at(0.0f, g.threshold()); };
 };
 
-/// Which key a thread has, and whether the gate decides it.
+/// Which key a thread has, and whether the gate decides it: it leaves the window before the end (`outside`),
+/// and is not kept by its position.
 struct gated_key {
     std::int32_t b, h, t;  // t from the sequence's begin
-    bool inside, decided;
+    bool inside, outside, by_position, decided;
     expiry_t open_expiry, closed_expiry;
     gate_place place;
 };
@@ -62,7 +63,9 @@ __device__ inline gated_key key_of_thread(const mask_params<Gate, Keep>& params)
     const HeadParams head_params = params.all_params.of(key.h);
     const bool packed = params.edges != nullptr;
     key.t = segment.begin + t;
-    key.decided = params.leaves(head_params, t, n);
+    key.outside = t < n - head_params.window;
+    key.by_position = params.forever(head_params, t);
+    key.decided = key.outside && !key.by_position;
     key.open_expiry = in_sequence(never, segment, packed);
     key.closed_expiry = in_sequence(window_expiry(t, head_params.window), segment, packed);
     key.place = {static_cast<std::uint64_t>(plane), static_cast<std::uint64_t>(key.t)};
