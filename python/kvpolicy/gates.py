@@ -1,5 +1,6 @@
 """Losses of learned gates: WG-KV's sparsity, SP-KV's density, LTE's penalty with its controller and its
-straight-through gradient, DMS's compression. Scores are raw logits z, and u = sigmoid(z)."""
+straight-through gradient, DMS's compression. Scores are raw logits z, and u = sigmoid(z). A key without a
+score has z = -inf (ConvScorer) and u = 0."""
 
 import torch
 from torch import nn
@@ -101,7 +102,7 @@ def gate_density(policy, scores, *, scale=1.0, scope="all", lengths=None, cu_seq
 def retention_penalty(policy, scores, weights, *, scale=1.0, scope="all", lengths=None, cu_seqlens=None):
     """LTE's penalty (eq. 7): scale * sum over heads h and keys of weights[h] relu(u - 0.5), averaged over
     sequences. weights [Hkv] on the device of the scores: the lambdas of a LambdaController, constants. Other
-    arguments as in gate_sparsity."""
+    arguments as in gate_sparsity; straight_through and retention_counts have the same scopes."""
     return _loss("retention", policy, scores, scale, scope, lengths, cu_seqlens, weights.detach())
 
 
@@ -210,11 +211,11 @@ def eviction_sums(
     )
 
 
-def _retention_counts(scores, instance, sinks, windows, budgets, thresholds, lengths, cu_seqlens):
+def _retention_counts(scores, instance, sinks, windows, budgets, thresholds, decided, lengths, cu_seqlens):
     counts = torch.empty(scores.shape[1], dtype=torch.float64, device=scores.device)
     policy = _native_policy(instance, sinks, windows, budgets, thresholds)
     _native.call(
-        "retention_counts", scores, policy, _wide(scores), (lengths, None, cu_seqlens), counts
+        "retention_counts", scores, policy, _wide(scores), (lengths, None, cu_seqlens), decided, counts
     )
     return counts
 
@@ -225,17 +226,21 @@ def _retention_counts_fake(scores, *_others):
 
 _retention_counts_operator = Operator(
     "retention_counts",
-    f"(Tensor scores, {_POLICY}, {_SEQUENCES}) -> Tensor",
+    f"(Tensor scores, {_POLICY}, bool decided, {_SEQUENCES}) -> Tensor",
     _retention_counts,
     _retention_counts_fake,
     refusal="counts",
 )
 
 
-def retention_counts(policy, scores, *, lengths=None, cu_seqlens=None):
-    """[Hkv] float64: how many keys of each head are out of the window, no sinks, and have z > 0, the mean
-    over sequences. No gradient. Arguments as in gate_sparsity."""
-    return _retention_counts_operator(scores.detach(), *numbers_of(policy), lengths, cu_seqlens)
+def retention_counts(policy, scores, *, scope="all", lengths=None, cu_seqlens=None):
+    """LTE's c (3.1.2), [Hkv] float64: how many keys of each head are retained, the mean over sequences. A key
+    is retained if z > 0, and a sink whatever its score (eq. 5), as the cap of LTE counts sinks. scope: "all"
+    keys, as the paper's sum; "decided": the keys out of the window before the end, which a cache holds beside
+    its window. No gradient. Other arguments as in gate_sparsity."""
+    return _retention_counts_operator(
+        scores.detach(), *numbers_of(policy), _decided(scope), lengths, cu_seqlens
+    )
 
 
 # ---- LTE ---------------------------------------------------------------------------------------------------
@@ -249,9 +254,10 @@ class LambdaController(nn.Module):
         c <- (1 - a) c + a count,      a = 2 / (1 + every / 2)
         weight <- min(weight factor^s, 1),      s = [c > cap] - [c < slack cap]
 
-    A weight below `least` becomes 0, and 0 becomes `least` again where c > cap. The buffers `weights` [heads]
-    float32 and `average` [heads] float64 move with the module; average `average` over devices before
-    update()."""
+    A weight below `least` becomes 0, and 0 becomes `least` again where c > cap. Steps are rounded to float32:
+    a weight within 2^-12 of `least` (less than half a step) is `least`. `cap` counts the sinks, as the cap b
+    of LTE does: sinks + budget of the policy. The buffers `weights` [heads] float32 and `average` [heads]
+    float64 move with the module; average `average` over devices before update()."""
 
     def __init__(self, heads, cap=512.0, *, slack=0.95, factor=1.2, least=1e-9, every=32):
         super().__init__()
@@ -284,12 +290,15 @@ class LambdaController(nn.Module):
         over, under = self.average > self.cap, self.average < self.slack * self.cap
         weights = torch.where(over, self.weights * self.factor, self.weights)
         weights = torch.where(under, weights / self.factor, weights).clamp(max=1.0)
-        floor = torch.where(over, self.least, 0.0).to(weights.dtype)
-        self.weights.copy_(torch.where(weights < self.least, floor, weights))
+        # Rounded steps may end beside `least` where exact ones reach it.
+        least = weights.new_tensor(self.least)
+        lowest = self.least * max(2 / (1 + self.factor), 1 - 2**-12)
+        floor = torch.where(over | (weights.double() >= lowest), least, 0.0)
+        self.weights.copy_(torch.where(weights < least, floor, weights))
 
 
 def _straight_through_values(
-    v, d_v, scores, instance, sinks, windows, budgets, thresholds, lengths, cu_seqlens
+    v, d_v, scores, instance, sinks, windows, budgets, thresholds, decided, lengths, cu_seqlens
 ):
     real = torch.float64 if v.dtype == torch.float64 else torch.float32
     d_scores = _filled(scores, 0, real, lengths)
@@ -301,6 +310,7 @@ def _straight_through_values(
         v,
         _native.rows(d_v),
         (lengths, None, cu_seqlens),
+        decided,
         d_scores,
     )
     return d_scores.to(scores.dtype)
@@ -312,7 +322,7 @@ def _straight_through_values_fake(v, d_v, scores, *_others):
 
 _straight_through_operator = Operator(
     "straight_through_values",
-    f"(Tensor v, Tensor d_v, Tensor scores, {_POLICY}, {_SEQUENCES}) -> Tensor",
+    f"(Tensor v, Tensor d_v, Tensor scores, {_POLICY}, bool decided, {_SEQUENCES}) -> Tensor",
     _straight_through_values,
     _straight_through_values_fake,
     refusal="the gradient of straight_through (a second derivative)",
@@ -333,9 +343,9 @@ class _StraightThrough(torch.autograd.Function):
         return (d_v, d_scores, *(None for _ in ctx.policy), None, None)
 
 
-def straight_through(policy, scores, v, *, lengths=None, cu_seqlens=None):
+def straight_through(policy, scores, v, *, scope="all", lengths=None, cu_seqlens=None):
     """LTE's straight-through gate on values (eq. 6): returns v [B, Hkv, S, Dv] as it is, and gives scores [B,
-    Hkv, S] the gradient of u v: d z_t = u (1 - u) <v_t, d v_t> for the keys whose gate is decided (out of the
-    window before the end, no sinks), else 0. Pass the result to attend with the mask of the policy. lengths
-    and cu_seqlens as in build_mask."""
-    return _StraightThrough.apply(v, scores, *numbers_of(policy), lengths, cu_seqlens)
+    Hkv, S] the gradient of u v: d z_t = u (1 - u) <v_t, d v_t>. scope: for "all" keys, as the paper has it,
+    or for those whose gate is "decided" (out of the window before the end, no sinks), and 0 for the others.
+    Pass the result to attend with the mask of the policy. lengths and cu_seqlens as in build_mask."""
+    return _StraightThrough.apply(v, scores, *numbers_of(policy), _decided(scope), lengths, cu_seqlens)

@@ -36,7 +36,7 @@ def _wide_parameters(parameters):
 
 
 def _score(k, v, parameters, kind, sizes, numbers, frequencies, lengths, cu_seqlens):
-    # Tokens beyond a sequence's length, and keys that do not leave their window, are not scored.
+    # Tokens beyond a sequence's length, and keys that do not leave the window of an mLSTM, are not scored.
     make = torch.empty if sizes[3] == 0 and lengths is None else torch.zeros
     *sequence, _ = k.shape
     scores = make(*sequence, dtype=_real(k), device=k.device)
@@ -278,19 +278,21 @@ class ConvScorer(Scorer):
         y_l[t] = SiLU(b_l + sum over j = -1, 0, 1 of W_l[j] y_{l-1}[t + 2 j]),      r_t = readout . y_3[t] +
         bias
 
-    so that r_t sees tokens t - 6 to t + 6. `delay` is the policy's window, at least 13; the last `delay` keys
-    of a sequence do not leave it, and their scores are 0. Shapes: w_l [heads, C_l, 3, C_(l-1)] with C_0 = Dk
-    + Dv and C_l = C_(l-1) // 2, b_l [heads, C_l], readout [heads, C_3], readout_bias [heads]. w_l starts
-    normal with variance 2 / (3 C_(l-1)), the rest at 0. `rope`: None for keys without RoPE."""
+    so that r_t sees tokens t - 6 to t + 6. The last `delay` keys of a sequence have no score: their entry is
+    -inf, u = 0. The default scores all keys that have their 6 later neighbors, for LTE's sums over all keys;
+    the policy's window as delay scores those that leave it. Scores are the same. Shapes: w_l [heads, C_l, 3,
+    C_(l-1)] with C_0 = Dk + Dv and C_l = C_(l-1) // 2, b_l [heads, C_l], readout [heads, C_3], readout_bias
+    [heads]. w_l starts normal with variance 2 / (3 C_(l-1)) and readout_bias at 1, so that gates start open
+    (3.1.2); the rest at 0. `rope`: None for keys without RoPE."""
 
     kind = "conv"
     names = ("w1", "b1", "w2", "b2", "w3", "b3", "readout", "readout_bias")
 
-    def __init__(self, heads, head_dim, value_dim=None, *, delay, rope=None):
+    def __init__(self, heads, head_dim, value_dim=None, *, delay=6, rope=None):
         super().__init__(heads, head_dim, value_dim)
-        if delay < 13:
+        if delay < 6:
             raise ValueError(
-                f"delay: {delay} is not allowed; it must be 13 or more: a score sees 6 keys ahead"
+                f"delay: {delay} is not allowed; it must be 6 or more: a score sees 6 keys ahead"
             )
         if rope is not None and not isinstance(rope, Rope):
             raise ValueError(f"rope: {rope!r} is not allowed; it must be a Rope, or None")
@@ -303,6 +305,7 @@ class ConvScorer(Scorer):
             self._add(**{f"w{layer}": shape, f"b{layer}": shape[:2]})
             nn.init.normal_(getattr(self, f"w{layer}"), std=(2 / (3 * shape[3])) ** 0.5)
         self._add(readout=(heads, channels[3]), readout_bias=(heads,))
+        nn.init.ones_(self.readout_bias)
 
     def sizes(self):
         return [0, 0, 0, self.delay]

@@ -50,9 +50,9 @@ void call_eviction_sums(Stream stream, Device device, const nb::tuple& policy, O
 }
 
 void call_retention_counts(Stream stream, Device device, const nb::tuple& policy, Object scores,
-                           const nb::tuple& sequences, Object counts) {
+                           const nb::tuple& sequences, bool decided, Object counts) {
     const Reader read(device);
-    const RetentionArgs args{policy_from(policy), read("scores", scores), read.sequences(sequences),
+    const RetentionArgs args{policy_from(policy), read("scores", scores), read.sequences(sequences), decided,
                              read("counts", counts)};
     run(stream, device, [&](const Context& ctx, const workspace_view* view) {
         return with_type(score_types{}, args.scores,
@@ -61,11 +61,12 @@ void call_retention_counts(Stream stream, Device device, const nb::tuple& policy
 }
 
 void call_straight_through_values(Stream stream, Device device, const nb::tuple& policy, Object scores,
-                                  Object v, Object d_v, const nb::tuple& sequences, Object d_scores) {
+                                  Object v, Object d_v, const nb::tuple& sequences, bool decided,
+                                  Object d_scores) {
     const Reader read(device);
-    const StraightThroughArgs args{
-        policy_from(policy), read("scores", scores),    read("v", v),
-        read("d_v", d_v),    read.sequences(sequences), read("d_scores", d_scores)};
+    const StraightThroughArgs args{policy_from(policy),       read("scores", scores),    read("v", v),
+                                   read("d_v", d_v),          read.sequences(sequences), decided,
+                                   read("d_scores", d_scores)};
     run(stream, device, [&](const Context& ctx, const workspace_view* view) {
         return with_type(scorer_types{}, args.v,
                          [&]<class T>() { return straight_through_values<T>(ctx, args, view); });

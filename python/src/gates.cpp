@@ -19,8 +19,6 @@ Record* record_of(const Tensor& tensor) {
     return reinterpret_cast<Record*>(array_of<std::int64_t>(tensor, sizeof(Record) / sizeof(std::int64_t)));
 }
 
-gate_scope scope_of(const GateLossArgs& args) { return args.decided ? gate_scope::decided : gate_scope::all; }
-
 CompressionLoss compression_of(const GateLossArgs& args) {
     return {.target = args.target,
             .scale = args.scale,
@@ -90,7 +88,8 @@ std::size_t retention_counts(const Context& ctx, const RetentionArgs& args, cons
     if (workspace == nullptr) {
         return retention_counts_workspace_bytes(ctx, policy, sequences, scores.heads);
     }
-    retention_counts(ctx, policy, scores, sequences, array_of<double>(args.counts, scores.heads), *workspace);
+    retention_counts(ctx, policy, scores, sequences, array_of<double>(args.counts, scores.heads), *workspace,
+                     {.scope = scope_of(args)});
     return 0;
 }
 

@@ -1,9 +1,14 @@
 // Losses of learned gates, and what LTE trains with: arguments and declarations, as in operators.hpp.
 #pragma once
 
+#include <kvpolicy/losses/gates.hpp>
+
 #include "operators.hpp"
 
 namespace kvpolicy::python {
+
+/// Which keys a call is about.
+inline gate_scope scope_of(const auto& args) { return args.decided ? gate_scope::decided : gate_scope::all; }
 
 /// A loss that adds up a term per key; numbers that a loss lacks are not read.
 struct GateLossArgs {
@@ -31,7 +36,8 @@ struct RetentionArgs {
     PolicyNumbers policy;
     Tensor scores;  // [B, Hkv, S] fp32 or fp64
     SequenceTensors sequences;
-    Tensor counts;  // [Hkv] fp64, written
+    bool decided = false;  // gate_scope
+    Tensor counts;         // [Hkv] fp64, written
 };
 template <class Real>
 std::size_t retention_counts(const Context& ctx, const RetentionArgs& args, const workspace_view* workspace);
@@ -41,7 +47,8 @@ struct StraightThroughArgs {
     Tensor scores;  // [B, Hkv, S] fp32, fp64 for fp64 rows
     Tensor v, d_v;  // [B, Hkv, S, Dv]
     SequenceTensors sequences;
-    Tensor d_scores;  // [B, Hkv, S] of the scores' type, written
+    bool decided = false;  // gate_scope
+    Tensor d_scores;       // [B, Hkv, S] of the scores' type, written
 };
 template <class T>
 std::size_t straight_through_values(const Context& ctx, const StraightThroughArgs& args,

@@ -19,7 +19,7 @@ std::size_t straight_through_values(const Context& ctx, const StraightThroughArg
         return straight_through_values_workspace_bytes(ctx, policy, sequences, v.heads);
     }
     straight_through_values(ctx, policy, plane_of<const Real>(args.scores), v, rows_of<const T>(args.d_v),
-                            sequences, plane_of<Real>(args.d_scores), *workspace);
+                            sequences, plane_of<Real>(args.d_scores), *workspace, {.scope = scope_of(args)});
     return 0;
 }
 

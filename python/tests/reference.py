@@ -1,6 +1,7 @@
 """The papers' formulas in plain PyTorch and float64, by definition rather than by a fast algorithm."""
 
 import math
+from fractions import Fraction
 
 import torch
 
@@ -231,18 +232,35 @@ def compression(scores, keys, temperature, target, hard=False):
 
 
 def controller(counts, cap, slack, factor, least, every):
-    """LTE, algorithm 1, of one head: counts by step, the weights after each."""
+    """LTE, algorithm 1, of one head: counts by step, the weights after each, in exact arithmetic."""
+    least, factor = Fraction(least), Fraction(factor)
     weight, average, weights = least, None, []
     for step, count in enumerate(counts, 1):
         a = min(1.0, 2 / (1 + every / 2))
         average = count if average is None else (1 - a) * average + a * count
         if step % every == 0:
             up, down = average > cap, average < slack * cap
-            weight = min(weight * factor ** (up - down), 1.0)
+            weight = min(weight * factor ** (up - down), Fraction(1))
             if weight < least:
-                weight = least if up else 0.0
-        weights.append(weight)
+                weight = least if up else Fraction(0)
+        weights.append(float(weight))
     return weights
+
+
+def straight_through(scores, keys, v, d_v):
+    """LTE, eq. 6, for the logit: d r = <v, d v>."""
+    r = torch.sigmoid(scores)
+    return torch.where(keys, r * (1 - r) * (v * d_v).sum(-1), 0.0)
+
+
+def retained(scores, sinks, window, scope):
+    """LTE's c: keys with r > 0.5 and sinks (eq. 5), of all keys or of those out of the window before the end;
+    the mean over sequences."""
+    t = torch.arange(scores.shape[-1])
+    keys = (scores > 0) | (t < sinks)
+    if scope == "decided":
+        keys = keys & (t + window < scores.shape[-1])
+    return keys.double().sum((0, 2)) / scores.shape[0]
 
 
 # ---- distillation ------------------------------------------------------------------------------------------
@@ -372,5 +390,5 @@ def conv(k, v, delay, w1, b1, w2, b2, w3, b3, readout, readout_bias, stored=torc
         taps = torch.stack([y[:, :, j : j + count] for j in (0, 2, 4)], 3)
         y = torch.nn.functional.silu(torch.einsum("bhsjx,hyjx->bhsy", taps, weight) + bias[:, None])
     scores = torch.einsum("bhsy,hy->bhs", y, readout) + readout_bias[:, None]
-    # Keys that do not leave the window have no score.
-    return torch.where(torch.arange(length) + delay < length, scores, 0.0)
+    # The last keys have no score: r = 0.
+    return torch.where(torch.arange(length) + delay < length, scores, -torch.inf)

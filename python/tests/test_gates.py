@@ -85,11 +85,11 @@ def test_lengths(device):
     lengths = torch.tensor([S, 9], dtype=torch.int32, device=device)
     kvp.gate_sparsity(POLICY, scores, lengths=lengths).backward()
     assert (scores.grad[1, :, 9:] == 0).all() and (scores.grad[1, :, :9] != 0).all()
-    counts = kvp.retention_counts(POLICY, scores, lengths=lengths)
-    kept = (reference.decided(scores[:1].cpu(), 2, 5) & (scores[:1].cpu() > 0)).sum((0, 2)).double()
-    short = scores[1:, :, :9].detach().cpu()
-    kept += (reference.decided(short, 2, 5) & (short > 0)).sum((0, 2))
-    assert torch.equal(counts.cpu(), kept / 2)
+    for scope in ("all", "decided"):
+        counts = kvp.retention_counts(POLICY, scores, scope=scope, lengths=lengths)
+        kept = reference.retained(scores[:1].cpu(), 2, 5, scope)
+        kept += reference.retained(scores[1:, :, :9].cpu(), 2, 5, scope)
+        assert torch.equal(counts.cpu(), kept / 2)
 
 
 @pytest.mark.parametrize("every", [1, 4, 32])
@@ -115,21 +115,89 @@ def test_controller_is_the_algorithm(every):
     assert torch.equal(again.weights, controller.weights)
 
 
+def controller_after(device, averages, **numbers):
+    controller = kvp.LambdaController(1, **numbers).to(device)
+    for average in averages:
+        controller.average.fill_(average)
+        controller.update()
+    return controller.weights.item()
+
+
+@pytest.mark.parametrize("factor", [1.5, 1.2, 1.1, 1.01, 1.0001, 2.0])
+def test_controller_returns_to_its_least_weight(factor, device):
+    """As many steps down as up: line 12 of algorithm 1 leaves `least`, and one more step is 0."""
+    least = torch.tensor(1e-9).item()
+    there_and_back = [600.0, 600.0, 1.0, 1.0]
+    assert controller_after(device, there_and_back, factor=factor) == least
+    assert controller_after(device, [*there_and_back, 1.0], factor=factor) == 0
+    assert controller_after(device, [*there_and_back, 1.0, 600.0], factor=factor) == least
+
+
+def test_controller_and_cap_count_the_sinks(device):
+    """A cap of 512 keys is 4 sinks and a budget of 508, for the controller as for LTE(4, 768, 508)."""
+    for opened in (508, 509, 511):
+        scores = torch.full((1, 1, 4 + 600 + 768), -1.0, device=device)
+        scores[..., 4 : 4 + opened] = 1
+        mask = kvp.build_mask(kvp.LTE(4, 768, 508), scores).expiry.cpu()
+        held = (mask[0, 0, : 4 + 600] == torch.iinfo(torch.int32).max).sum().item()
+        assert held == min(opened + 4, 512)
+        for scope in ("all", "decided"):
+            count = kvp.retention_counts(kvp.LTE(4, 768, 508), scores, scope=scope)
+            assert count.item() == opened + 4
+            raised = controller_after(device, [count.item()], cap=512.0) > 1.1e-9
+            assert raised == (held < count.item())
+
+
+def test_lte_starts_open_and_reads_no_missing_score(device, compiled):
+    compiled(torch.float32, "scorer")
+    k, v = torch.randn(2, 1, 1, 96, 16, device=device).unbind()
+    policy = kvp.Policy(kvp.Sink(4), kvp.Window(16), kvp.ThresholdGate(strict=True))
+    weights = torch.ones(1, device=device)
+    for delay in (6, 16):
+        scorer = kvp.ConvScorer(1, 16, delay=delay, rope=kvp.Rope()).to(device)
+        with torch.no_grad():
+            scores = scorer(k, v)
+            assert (scores[..., : 96 - delay] == 1).all() and (scores[..., 96 - delay :] == -torch.inf).all()
+            assert (kvp.build_mask(policy, scores).expiry[..., 4:80] > 96).all()
+            for r, want in ((0.27, 0.0), (0.88, (96 - delay) * 0.38)):
+                scorer.readout_bias.fill_(torch.tensor(r).logit())
+                penalty = kvp.retention_penalty(policy, scorer(k, v), weights)
+                assert penalty.item() == pytest.approx(want, abs=1e-4)
+
+
+def test_lte_equations_are_about_the_same_keys(device, compiled):
+    """Key 20 of 32 has not left a window of 16: eq. 6, eq. 7 and c have it, unless the scope is "decided"."""
+    compiled(torch.float32, "scorer")
+    policy = kvp.Policy(kvp.Sink(4), kvp.Window(16))
+    v = torch.ones(1, 1, 32, 8, device=device, requires_grad=True)
+    for scope, inside in (("all", range(32)), ("decided", range(4, 16))):
+        scores = torch.full((1, 1, 32), 0.88, device=device).logit().requires_grad_()
+        passed = kvp.straight_through(policy, scores, v, scope=scope)
+        (through,) = torch.autograd.grad((passed * (-1.53314 / 8)).sum(), scores)
+        penalty = kvp.retention_penalty(policy, scores, torch.ones(1, device=device), scope=scope)
+        (of_penalty,) = torch.autograd.grad(penalty, scores)
+        keys = torch.tensor([t in inside for t in range(32)], device=device)
+        torch.testing.assert_close(through[0, 0], torch.where(keys, -0.1619, 0.0), rtol=1e-4, atol=0)
+        torch.testing.assert_close(of_penalty[0, 0], torch.where(keys, 0.1056, 0.0), rtol=1e-4, atol=0)
+        count = kvp.retention_counts(policy, scores, scope=scope).item()
+        assert count == (32 if scope == "all" else 16)
+
+
+@pytest.mark.parametrize("scope", ["all", "decided"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_straight_through_is_the_product(dtype, device, compiled):
+def test_straight_through_is_the_product(dtype, scope, device, compiled):
     """The gradient of u v, with v's own as if u were 1 (LTE, eq. 6)."""
     compiled(dtype, "scorer")
     scores = torch.randn(B, H, S, device=device, requires_grad=True)
     v = torch.randn(B, H, S, 16, device=device).to(dtype).requires_grad_()
-    passed = kvp.straight_through(POLICY, scores, v)
+    passed = kvp.straight_through(POLICY, scores, v, scope=scope)
     assert torch.equal(passed, v)
     weights = torch.randn_like(v)
     (passed * weights).sum().backward()
     assert torch.equal(v.grad, weights)
-    z = scores.detach().cpu().double()
-    u = torch.sigmoid(z)
-    want = u * (1 - u) * (v.detach().cpu().double() * weights.cpu().double()).sum(-1)
-    want = torch.where(reference.decided(z, 2, 5), want, 0.0)
+    z, exact, d_v = (x.detach().cpu().double() for x in (scores, v, weights))
+    keys = reference.decided(z, 2, 5) if scope == "decided" else torch.ones_like(z, dtype=torch.bool)
+    want = reference.straight_through(z, keys, exact, d_v)
     # Sums of 16 products of float32, for float64 of float64; the scores' gradient is float32.
     torch.testing.assert_close(scores.grad.cpu().double(), want, rtol=1e-5, atol=1e-5)
 
@@ -138,6 +206,10 @@ def test_refusals():
     scores = torch.zeros(1, 2, 8)
     with pytest.raises(ValueError, match="scope: 'some' is not allowed"):
         kvp.gate_sparsity(POLICY, scores, scope="some")
+    with pytest.raises(ValueError, match="scope: 'some' is not allowed"):
+        kvp.retention_counts(POLICY, scores, scope="some")
+    with pytest.raises(ValueError, match="scope: None is not allowed"):
+        kvp.straight_through(POLICY, scores, torch.zeros(1, 2, 8, 4), scope=None)
     with pytest.raises(ValueError, match="NaN"):
         kvp.gate_density(POLICY, scores * float("nan"))
     with pytest.raises(ValueError, match="weights.numel"):

@@ -101,10 +101,10 @@ def cases():
             ops.eviction_sums,
             (scores.detach(), *window, *gate, False, False, None, None),
         ),
-        "retention_counts": (ops.retention_counts, (scores.detach(), *window, None, None)),
+        "retention_counts": (ops.retention_counts, (scores.detach(), *window, False, None, None)),
         "straight_through_values": (
             ops.straight_through_values,
-            (v.detach(), torch.randn_like(v), scores.detach(), *window, None, None),
+            (v.detach(), torch.randn_like(v), scores.detach(), *window, True, None, None),
         ),
         "top_logits": (ops.top_logits, (logits, 4, None)),
         "distill": (
