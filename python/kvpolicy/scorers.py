@@ -155,6 +155,22 @@ def _check_size(name, value):
         raise ValueError(f"{name}: {value!r} is not allowed; it must be a whole number above 0")
 
 
+def _share_of(scorer, names, first, last):
+    """A copy of a scorer with the rows `first` up to but not including `last` of the parameters `names`, and
+    all of the others."""
+    if not 0 <= first < last <= scorer.heads:
+        raise ValueError(
+            f"heads: {first} to {last} are not allowed; they must be some of 0 to {scorer.heads}"
+        )
+    part = copy.copy(scorer)
+    part._parameters = {}
+    for name, p in scorer._parameters.items():
+        rows = p[first:last] if p is not None and name in names else p
+        part._parameters[name] = p if p is None else nn.Parameter(rows.detach().clone(), p.requires_grad)
+    part.heads = last - first
+    return part
+
+
 class Scorer(nn.Module):
     """What scorers share. `names` are the parameters in the library's order; an optional one may be None."""
 
@@ -188,20 +204,17 @@ class Scorer(nn.Module):
         sizes = [*self.sizes(), rope.layout_number, rope.dims, self.norm_number]
         return sizes, [self.gate_softcap, float(rope.base)], rope.frequencies
 
+    def _apply(self, move, *arguments, **options):
+        super()._apply(move, *arguments, **options)
+        if self.rope is not None and self.rope.frequencies is not None:
+            moved = move(self.rope.frequencies).float()
+            self.rope = dataclasses.replace(self.rope, frequencies=moved)
+        return self
+
     def share(self, first, last):
         """The scorer of KV heads `first` up to but not including `last`: of one rank that holds these. Its
         parameters are copies."""
-        if not 0 <= first < last <= self.heads:
-            raise ValueError(
-                f"heads: {first} to {last} are not allowed; they must be some of 0 to {self.heads}"
-            )
-        part = copy.copy(self)
-        part._parameters = {
-            name: None if p is None else nn.Parameter(p[first:last].detach().clone(), p.requires_grad)
-            for name, p in self._parameters.items()
-        }
-        part.heads = last - first
-        return part
+        return _share_of(self, self._parameters, first, last)
 
     def _add(self, **shapes):
         for name, shape in shapes.items():
@@ -330,6 +343,10 @@ class UtilityPredictor(nn.Module):
         self.b1 = nn.Parameter(torch.zeros(hidden))
         self.w2 = nn.Parameter(torch.zeros(heads, hidden))
         self.b2 = nn.Parameter(torch.full((heads,), 5.0))
+
+    def share(self, first, last):
+        """As Scorer.share; the hidden layer is that of all heads."""
+        return _share_of(self, ("w2", "b2"), first, last)
 
     def forward(self, states):
         """Scores [B, Hkv, S], float32 (float64 for float64 states), from hidden states [B, S, width]. The

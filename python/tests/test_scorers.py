@@ -321,6 +321,80 @@ def test_rope_by_frequencies(device):
     torch.testing.assert_close(by_base(k, k), by_rates(k, k), rtol=1e-4, atol=1e-4)
 
 
+ROPE = kvp.Rope("half_split", 500.0)
+SYSTEMS = {
+    "kvpop": (lambda: kvp.LinearScorer(H, DK, DV), {"budget": 6}, 6),
+    "spkv": (lambda: kvp.UtilityPredictor(H, 12, 20), {"threshold": 0.25}, None),
+    "wgkv": (lambda: kvp.WriteGateScorer(H, DK, 8, DV, rope=ROPE), {"threshold": 0.1, "budget": 9}, 9),
+    "lte": (lambda: kvp.ConvScorer(H, DK, DV, delay=14, rope=ROPE), {"budget": 5}, 5),
+    "dms": (lambda: kvp.MLPScorer(H, DK, 8, DV), {}, None),
+    "streaming": (None, {}, 0),
+}
+
+
+def trained(system):
+    """Scorers of two layers with random weights, window 14 and 2 sinks."""
+    make_one, options, _ = SYSTEMS[system]
+    layers = [randomize(make_one()) for _ in range(2)] if make_one else []
+    scorers = kvp.Scorers(layers, window=14, sinks=2, system=system, gamma_range=None, **options)
+    scorers.training_notes = {"model": "byte-llama", "recipe": "frozen", "seed": "7"}
+    return scorers
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_files_of_systems(tmp_path, system):
+    """A file has the policy; a share has it too."""
+    scorers = trained(system)
+    scorers.save(tmp_path / "a.safetensors")
+    again = kvp.Scorers.load(tmp_path / "a.safetensors")
+    for one in (again, again.share(0, H)):
+        assert (one.system, one.threshold, one.budget) == (system, scorers.threshold, scorers.budget)
+        assert (one.window, one.sinks, one.training_notes) == (14, 2, scorers.training_notes)
+        assert one.state_dict().keys() == scorers.state_dict().keys()
+        assert all(torch.equal(one.state_dict()[name], x) for name, x in scorers.state_dict().items())
+    policy, budget = again.policy(1), SYSTEMS[system][2]
+    assert (policy.windows, policy.sinks) == ((14,), (2,))
+    assert policy.budgets == ((kvp.UNLIMITED,) if budget is None else (budget,))
+    assert policy.scorer is (again.layers[1] if again.layers else None)
+    gates = {"lte": "gate_above", "dms": "gate_evict", "kvpop": "top_k", "streaming": "window"}
+    assert policy.instance == gates.get(system, "gate_at_least")
+    tau = torch.logit(torch.tensor(scorers.threshold, dtype=torch.float64)).item()
+    assert policy.thresholds == pytest.approx((tau,))
+    if system not in ("dms", "streaming"):
+        assert again.policy(0, 3).budgets == (3,)
+    if again.layers:
+        part = again.share(1, H)
+        name = list(part.layers[0]._parameters)[-1]
+        assert part.heads == H - 1
+        assert torch.equal(getattr(part.layers[0], name), getattr(again.layers[0], name)[1:])
+
+
+def test_files_without_a_policy_are_kvpop(tmp_path):
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    path = tmp_path / "a.safetensors"
+    trained("wgkv").save(path)
+    with safe_open(path, "pt") as file:
+        metadata, tensors = file.metadata(), {n: file.get_tensor(n) for n in file.keys()}
+    for change, found in (
+        ({"policy": "h2o"}, "system: 'h2o' is not allowed; it must be one of kvpop, spkv"),
+        ({"threshold": "1.5"}, "threshold: 1.5 is not allowed; it must be a probability"),
+        ({"threshold": "half"}, "threshold: 'half' is not allowed; it must be a number"),
+        ({"window": "many"}, "window: 'many' is not allowed; it must be a whole number"),
+        ({"policy": "dms", "threshold": "0.5"}, "budget: 9 is not allowed for dms; it must be None"),
+        ({"policy": "lte"}, "threshold: 0.1 is not allowed for lte; it must be 0.5"),
+    ):
+        save_file(tensors, path, metadata | change)
+        with pytest.raises(ValueError, match=f"a.safetensors: {found}"):
+            kvp.Scorers.load(path)
+    old = {key: value for key, value in metadata.items() if key not in ("policy", "threshold", "budget")}
+    save_file(tensors, path, old)
+    assert kvp.Scorers.load(path).system == "kvpop"
+    with pytest.raises(ValueError, match="budget: None is not allowed for kvpop"):
+        kvp.Scorers.load(path).policy(0)
+
+
 @pytest.mark.parametrize("name", ["kvpop-mlp", "kvpop", "kvpop-immediate"])
 def test_trained_files_are_read(name):
     scorers = kvp.Scorers.load(SCORERS / f"{name}.safetensors")
@@ -357,6 +431,13 @@ def test_refusals(tmp_path):
         lambda: kvp.mLSTMScorer(2, 8, delay=1, d_qk=3),
         lambda: kvp.Scorers([], window=3),
         lambda: kvp.Scorers([scorer], window=3, gamma_range=(0.9, 1.1)),
+        lambda: kvp.Scorers([scorer], window=3, system="h2o"),
+        lambda: kvp.Scorers([scorer], window=3, system="streaming"),
+        lambda: kvp.Scorers([], window=3, system="spkv"),
+        lambda: kvp.Scorers([scorer], window=3, system="dms", budget=4),
+        lambda: kvp.Scorers([scorer], window=3, system="spkv", threshold=2.0),
+        lambda: kvp.Scorers([scorer], window=3, system="spkv", gamma_range=(0.9, 1.0)),
+        lambda: kvp.Scorers([scorer], window=3, system="dms").policy(0, 5),
     ):
         with pytest.raises(ValueError, match="is not allowed|are not allowed"):
             make_one()
