@@ -13,6 +13,7 @@ import torch
 
 from kvpolicy import _native, first_use
 from kvpolicy.policy import UNLIMITED, ObservedScorer, Policy, TopKBudget
+from kvpolicy.scorers import UtilityPredictor, WriteGateScorer
 
 _NOT_SET = -(2**31)
 _NAN, _EXHAUSTED, _BAD_LENGTH = 1, 2, 4  # status_bits of the library
@@ -20,8 +21,8 @@ _RESERVED = 64  # tokens
 _PAGE = 16
 _SLAB_TOKENS = 256  # per KV head, layer and sequence
 
-# Scorers of a key's neighbors and of hidden states, which the calls here do not have.
-_C_PLUS_PLUS = ("conv", "utility")
+# Scorers that run inside the library's cache; all others run before a call, and their scores are given.
+_INSIDE = ("mlstm", "conv")
 
 FULL = Policy(TopKBudget(UNLIMITED))
 """The policy of full attention: every key stays."""
@@ -51,6 +52,11 @@ def _by_head(name, values, heads):
 def observes(policy):
     """Whether a policy ranks keys by the attention that they receive (H2O, TOVA, SnapKV)."""
     return isinstance(policy.scorer, ObservedScorer)
+
+
+def reads_hidden(policy):
+    """Whether a policy's scores are those of hidden states (SP-KV)."""
+    return isinstance(policy.scorer, UtilityPredictor)
 
 
 def unscored(policy):
@@ -100,10 +106,11 @@ class _Group:
         page = math.lcm(_PAGE, selection.page_size) if selection else _PAGE
         slab_pages = count * heads * sequences * max(1, _SLAB_TOKENS // page)
         pages = (cache.max_length // page + 1) * count * heads * sequences
-        mlstm, self.parameters = (0, 0, 0.0, 0), []
-        if scorer == "mlstm":
+        numbers_of_scorer, self.parameters, self.frequencies = (0, 0, 0.0, 0, 0, 0.0, 0, None), [], None
+        if scorer in _INSIDE:
             first = policies[0].scorer
-            mlstm = (first.d_qk, first.d_v, first.gate_softcap, first.norm_number)
+            numbers_of_scorer = _numbers_of(first, cache.device)
+            self.frequencies = numbers_of_scorer[-1]
             self.parameters = [
                 [cache.parameter(policy.scorer, name) for name in first.names] for policy in policies
             ]
@@ -125,12 +132,16 @@ class _Group:
             (policies[0].instance, *numbers),
             (cache.sm_scale, cache.logits_soft_cap),
             _observation(policies[0].scorer) + _selection(policies, heads),
-            mlstm,
+            numbers_of_scorer,
             self.parameters,
         )
         self.sizes = self.native.sizes()
         self.memory = self.allocate(self.sizes[2])
         self.call("bind", self.memory)
+        self.lengths = None  # [sequences] int64, part of the memory, where a scorer asks
+        if any(isinstance(policy.scorer, WriteGateScorer) for policy in policies):
+            first = self.native.lengths_address() - self.memory.data_ptr()
+            self.lengths = self.memory[first : first + 8 * sequences].view(torch.int64)
 
     def allocate(self, size):
         return torch.empty(size, dtype=torch.uint8, device=self.device)
@@ -167,6 +178,15 @@ class _Group:
             self.add_slab()
 
 
+def _numbers_of(scorer, device):
+    """d_qk, d_v, gate_softcap, rope and norm of a scorer inside the cache."""
+    _, d_qk, d_v, _, layout, dims, norm = (numbers := scorer.call_numbers())[0]
+    (softcap, base), frequencies = numbers[1:]
+    if frequencies is not None:
+        frequencies = frequencies.to(device, torch.float32).contiguous()
+    return d_qk, d_v, softcap, layout, dims, base, norm, frequencies
+
+
 def _observation(scorer):
     """The library's Observation, for a policy that observes attention: queries, accumulate, mean,
     whole_layer, pool, pool_largest, chunk."""
@@ -190,7 +210,8 @@ class Cache:
     """Keys and values of `len(policies)` layers and `sequences` sequences, as their policies keep them.
 
     policies          a Policy per layer. A scorer of a policy is asked for each new key and value; without
-                      one the caller gives scores.
+                      one the caller gives scores. A UtilityPredictor reads `hidden` of the calls. Positions
+                      of a WriteGateScorer's keys count the tokens of their sequence.
     query_heads, kv_heads, head_dim, value_dim    of each layer; value_dim defaults to head_dim
     dtype, device     of keys and values: what the module is compiled for (on CUDA not float64)
     sm_scale          of the logits; 0 stands for 1 / sqrt(head_dim). logits_soft_cap: 0 stands for none
@@ -259,11 +280,6 @@ class Cache:
     def _kind(self, policy):
         """What layers of one native cache have in common: kind, scorer, gate, and numbers of the scorer."""
         scorer = policy.scorer
-        if getattr(scorer, "kind", None) in _C_PLUS_PLUS or getattr(scorer, "rope", None) is not None:
-            raise NotImplementedError(
-                f"scorer: {type(scorer).__name__} is not allowed in a Cache; it must read a key and its "
-                "value alone, or be an mLSTMScorer"
-            )
         if observes(policy):
             if self.max_draft_tokens:
                 raise NotImplementedError(
@@ -275,12 +291,13 @@ class Cache:
         largest = [max(numbers) for numbers in (policy.sinks, policy.windows, policy.budgets)]
         kind = "fixed" if sum(largest) <= max(self.max_length, 1) else "dual"
         gate = policy.instance if policy.gate is not None else "top_k"
-        stateless = getattr(scorer, "kind", None) != "mlstm"
+        inside = getattr(scorer, "kind", None)
+        stateless = inside not in _INSIDE
         if policy.own_parts or policy.selection:
             if not stateless or (policy.own_parts and policy.selection):
                 raise NotImplementedError(
                     f"policy: {policy!r} is not allowed in a Cache; a Stride, a CppPart or QuestPages must "
-                    "be alone beside the package's parts, and without an mLSTMScorer"
+                    "be alone beside the package's parts, and without an mLSTMScorer or a ConvScorer"
                 )
             if policy.own_parts:
                 return kind, "own", policy.expression
@@ -298,6 +315,9 @@ class Cache:
                 f"delay: {scorer.delay} is not allowed; in a cache it must be the policy's window, "
                 f"{policy.windows[0]}"
             )
+        if inside == "conv":
+            rope = scorer.rope
+            return "dual", "conv", gate, None if rope is None else (rope.layout, rope.base, rope.dims)
         return kind, "mlstm", gate, scorer.d_qk, scorer.d_v, scorer.gate_softcap, scorer.norm
 
     def parameter(self, scorer, name):
@@ -307,28 +327,34 @@ class Cache:
 
     # ---- calls on a layer ----------------------------------------------------------------------------------
 
-    def prefill(self, layer, q, k, v, *, scores=None, seq_ids=None, q_len=None, return_lse=False):
+    def prefill(
+        self, layer, q, k, v, *, scores=None, hidden=None, seq_ids=None, q_len=None, return_lse=False
+    ):
         """Appends a chunk of n tokens per sequence and attends: the result of n steps, in one pass. A policy
         that ranks keys by received attention takes the chunk as blocks of a prompt (`prefill` of its scorer),
         and keeps other keys than steps do.
 
         q [B, Hq, n, Dk], k [B, Hkv, n, Dk], v [B, Hkv, n, Dv]; scores [B, Hkv, n] for a policy with ranks and
-        no scorer; seq_ids and q_len [B] int32. Returns out [B, Hq, n, Dv], a view of [B, n, Hq, Dv], 0 beyond
-        q_len; with return_lse also the log-sum-exp [B, Hq, n] float32 (natural log).
+        no scorer; hidden [B, n, width] for a UtilityPredictor; seq_ids and q_len [B] int32. Returns out [B,
+        Hq, n, Dv], a view of [B, n, Hq, Dv], 0 beyond q_len; with return_lse also the log-sum-exp [B, Hq, n]
+        float32 (natural log).
         """
-        return self._write("prefill", layer, q, k, v, scores, seq_ids, q_len, return_lse)
+        return self._write("prefill", layer, q, k, v, (scores, hidden), seq_ids, q_len, return_lse)
 
-    def step(self, layer, q, k, v, *, scores=None, seq_ids=None, q_len=None, return_lse=False):
+    def step(self, layer, q, k, v, *, scores=None, hidden=None, seq_ids=None, q_len=None, return_lse=False):
         """One token per sequence: as prefill with n = 1. For a policy that ranks keys by received attention
         it is a decoded token; prefill would take it as a block of a prompt."""
-        return self._write("step", layer, q, k, v, scores, seq_ids, q_len, return_lse)
+        return self._write("step", layer, q, k, v, (scores, hidden), seq_ids, q_len, return_lse)
 
-    def append_draft(self, layer, q, k, v, *, scores=None, seq_ids=None, q_len=None, return_lse=False):
+    def append_draft(
+        self, layer, q, k, v, *, scores=None, hidden=None, seq_ids=None, q_len=None, return_lse=False
+    ):
         """Attends as prefill, and keeps the tokens aside until accept(): entries stay as they are."""
-        return self._write("append_draft", layer, q, k, v, scores, seq_ids, q_len, return_lse)
+        return self._write("append_draft", layer, q, k, v, (scores, hidden), seq_ids, q_len, return_lse)
 
     @torch.no_grad()
-    def _write(self, name, layer, q, k, v, scores, seq_ids, q_len, return_lse):
+    def _write(self, name, layer, q, k, v, given, seq_ids, q_len, return_lse):
+        scores, hidden = given
         group, index = self._layer(layer)
         for argument, tensor in (("q", q), ("k", k), ("v", v)):
             if tensor.dim() != 4:
@@ -341,7 +367,14 @@ class Cache:
                 raise ValueError(
                     f"{argument}.size(2): {tensor.shape[2]} is not allowed; it must be {tokens}, as q's"
                 )
-        scores = self._scores(self.policies[layer], group, k, v, scores, q_len)
+        policy = self.policies[layer]
+        if scores is None and policy.scorer is not None and group.scorer in ("given", "selecting"):
+            scores = self._scored(policy, group, k, v, hidden, seq_ids)
+        elif hidden is not None:
+            raise ValueError("hidden: is not allowed with scores, or for a scorer that does not read it")
+        elif scores is not None and policy.scorer is not None:
+            raise ValueError("scores: are not allowed for a policy that has a scorer of its own")
+        scores = self._scores(policy, group, k, scores, q_len)
         # On CUDA an entry may be refused by its status, and leaves its rows as they are.
         make = torch.empty if q_len is None and self.device.type == "cpu" else torch.zeros
         out = make(count, tokens, self.query_heads, self.value_dim, dtype=self.dtype, device=self.device)
@@ -444,21 +477,37 @@ class Cache:
             raise ValueError(f"layer: {layer} is not allowed; it must be 0 to {len(self.policies) - 1}")
         return self._of[layer]
 
-    def _scores(self, policy, group, k, v, scores, q_len):
-        """What the library is given: scores of the caller or of a stateless scorer."""
+    def _scored(self, policy, group, k, v, hidden, seq_ids):
+        """Scores [B, Hkv, n] of a policy's scorer."""
+        if reads_hidden(policy):
+            wanted = (k.shape[0], k.shape[2], policy.scorer.width)
+            if hidden is None or hidden.shape != wanted:
+                found = None if hidden is None else f"shape {tuple(hidden.shape)}"
+                raise ValueError(
+                    f"hidden: {found} is not allowed; a UtilityPredictor reads the hidden states {wanted}"
+                )
+            scores = policy.scorer(hidden)
+        elif hidden is not None:
+            raise ValueError("hidden: is not allowed with scores, or for a scorer that does not read it")
+        elif isinstance(policy.scorer, WriteGateScorer):
+            first = group.lengths[: len(k)] if seq_ids is None else group.lengths[seq_ids.long()]
+            at = torch.arange(k.shape[2], device=self.device)
+            scores = policy.scorer.at(k, first[:, None] + at)
+        else:
+            scores = policy.scorer(k, v)
+        if scores.shape != k.shape[:3]:
+            raise ValueError(
+                f"scores of the scorer: shape {tuple(scores.shape)} is not allowed; it must be "
+                f"{tuple(k.shape[:3])}"
+            )
+        return scores
+
+    def _scores(self, policy, group, k, scores, q_len):
+        """What the library is given: scores of the caller or of a scorer that runs before the call."""
         if group.scorer not in ("given", "selecting"):
             if scores is not None:
                 raise ValueError("scores: are not allowed for a policy that has a scorer of its own")
             return None
-        if policy.scorer is not None:
-            if scores is not None:
-                raise ValueError("scores: are not allowed for a policy that has a scorer of its own")
-            scores = policy.scorer(k, v)
-            if scores.shape != k.shape[:3]:
-                raise ValueError(
-                    f"scores of the scorer: shape {tuple(scores.shape)} is not allowed; it must be "
-                    f"{tuple(k.shape[:3])}"
-                )
         if scores is None:
             if not unscored(policy):
                 raise ValueError(

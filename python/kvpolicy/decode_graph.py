@@ -22,7 +22,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kvpolicy.policy import CppPart, ObservedScorer
-from kvpolicy.scorers import Scorer
+from kvpolicy.scorers import Scorer, UtilityPredictor
 
 _CACHE_NAMES = ("past_key_values", "cache")  # until 5.40, and from 5.24 on
 _POSITIONS = {"position_ids": (1, 1), "cache_position": (1,)}  # their shapes in a step; the second until 4.57
@@ -196,7 +196,7 @@ def _state_of(model, cache):
     found = []
     for module in model.modules():
         for hook in itertools.chain(module._forward_hooks.values(), module._forward_pre_hooks.values()):
-            if not str(getattr(hook, "__module__", "")).startswith("transformers."):
+            if not str(getattr(hook, "__module__", "")).startswith(("transformers.", "kvpolicy.")):
                 return None
         settings = (
             (name, _plain(value))
@@ -206,7 +206,7 @@ def _state_of(model, cache):
         found.append([setting for setting in settings if setting[1] is not None])
     scorers = [policy.scorer for policy in cache.policies]
     scorers = [one for one in scorers if one is not None and not isinstance(one, (ObservedScorer, CppPart))]
-    if not all(isinstance(scorer, Scorer) for scorer in scorers):
+    if not all(isinstance(scorer, (Scorer, UtilityPredictor)) for scorer in scorers):
         return None  # one of the caller's may have a state in Python
     for module in (model, *scorers):
         for tensor in itertools.chain(module.parameters(), module.buffers()):

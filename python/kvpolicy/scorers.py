@@ -144,6 +144,28 @@ class Rope:
     def layout_number(self):
         return _LAYOUTS.index(self.layout)
 
+    def undo(self, k, positions):
+        """Keys [B, Hkv, T, D] before RoPE, float32, from those after it at positions [B, T] int64."""
+        k = k.float()
+        dims = self.dims or k.shape[-1]
+        rates = self.frequencies
+        if rates is None:
+            at = torch.arange(0, dims, 2, dtype=torch.float64, device=k.device)
+            rates = (float(self.base) ** (-at / dims)).float()
+        at = positions[:, None, :, None].double()
+        angles = at * rates.double()
+        # As the library and engines have it: one product in float32, as far as that counts positions.
+        angles = torch.where(at <= 2**24, angles.float().double(), angles)
+        cos, sin = angles.cos().float(), angles.sin().float()
+        turned, rest = k[..., :dims], k[..., dims:]
+        if self.layout == "half_split":
+            x, y = turned.chunk(2, -1)
+            turned = torch.cat((x * cos + y * sin, y * cos - x * sin), -1)
+        else:
+            x, y = turned[..., ::2], turned[..., 1::2]
+            turned = torch.stack((x * cos + y * sin, y * cos - x * sin), -1).flatten(-2)
+        return torch.cat((turned, rest), -1)
+
 
 # In the order of the library's rope_layout.
 _LAYOUTS = (None, "interleaved", "half_split")
@@ -282,6 +304,19 @@ class WriteGateScorer(Scorer):
 
     def sizes(self):
         return [self.hidden, 0, 0, 0]
+
+    def at(self, k, positions):
+        """Scores [B, Hkv, T], float32, of cached keys [B, Hkv, T, D] at positions [B, T] int64, where forward
+        takes those of a sequence from its first on. Products of torch, on any device."""
+        rows = torch.cat([_normalized(x) for x in (self.rope.undo(k, positions), k.float())], -1)
+        inner = torch.einsum("bhtx,hjx->bhtj", rows, self.w1.float()) + self.b1.float()[:, None]
+        scores = torch.einsum("bhtj,hj->bht", nn.functional.gelu(inner), self.w2.float())
+        return scores + self.b2.float()[:, None]
+
+
+def _normalized(rows):
+    """RMSNorm without gains."""
+    return rows * torch.rsqrt(rows.square().mean(-1, keepdim=True) + 1e-6)
 
 
 class ConvScorer(Scorer):

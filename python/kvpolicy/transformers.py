@@ -12,7 +12,7 @@ import weakref
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from kvpolicy.caches import FULL, Cache, observes, unscored
+from kvpolicy.caches import FULL, Cache, observes, reads_hidden, unscored
 from kvpolicy.files import Scorers
 from kvpolicy.policy import Policy, Window
 
@@ -71,7 +71,8 @@ class KVPolicyCache(_TransformersCache):
     """A cache whose layers keep the keys that their policies keep, for generate() and forward().
 
     model             a decoder of transformers, or its config. Its attention implementation becomes
-                      "kvpolicy"
+                      "kvpolicy". A UtilityPredictor reads the input of the model's attention, so the model
+                      itself must be given: its attention modules get a hook
     policy            a Policy for all full-attention layers; or one per layer, a sequence or a function of
                       the layer's number, None for a layer that keeps its own attention. Layers with a
                       sliding window keep it, or a smaller one of a list. A policy that ranks keys has a
@@ -119,29 +120,36 @@ class KVPolicyCache(_TransformersCache):
         self.cache = None  # the kvpolicy.Cache, from the first tokens on
         self._make, self._numbers = None, None
         self._recording, self._seen, self._drafts, self._next = False, 0, 0, 0
+        self.hidden = {}  # the input of attention by layer, from a module's call until attend takes it
+        self.hidden_layers = [layer for layer, one in enumerate(self.policies) if reads_hidden(one)]
+        if self.hidden_layers:
+            _hand_over_hidden(model, self.hidden_layers, self.policies, config.hidden_size)
         super().__init__(layers=[_Layer(self) for _ in self.windows])
 
     @classmethod
-    def from_pretrained(cls, path, model, *, budget=512, **options):
+    def from_pretrained(cls, path, model, *, budget=None, **options):
         """A cache with the policy and the trained scorers of a file (Scorers.save, train_scorer). `budget` is
-        the most entries per head, sinks and window included; options are those of the class."""
+        the most entries per head, sinks and window included: of KVpop 512 by default, of other systems what
+        the file says, which for a gate may be no bound. Options are those of the class."""
         scorers = Scorers.load(path).requires_grad_(False)
         config = getattr(model, "config", model).get_text_config(decoder=True)
         heads = _kv_heads_of(config)
-        found = (len(scorers.layers), scorers.layers[0].heads)
-        if found != (config.num_hidden_layers, heads):
+        found = (len(scorers.layers), scorers.heads)
+        if scorers.layers and found != (config.num_hidden_layers, heads):
             raise ValueError(
                 f"{path}: scorers of {found[0]} layers, {found[1]} heads are not allowed; the model has "
                 f"{config.num_hidden_layers} layers, {heads} KV heads"
             )
-        long_range = budget - scorers.sinks - scorers.window
-        if long_range < 0:
+        if budget is None and scorers.system == "kvpop" and scorers.budget is None:
+            budget = 512
+        long_range = None if budget is None else budget - scorers.sinks - scorers.window
+        if long_range is not None and long_range < 0:
             raise ValueError(
                 f"budget: {budget} is not allowed; it must be at least sinks + window = "
                 f"{scorers.sinks + scorers.window}"
             )
         share = _heads_of(model, config)
-        if share is not None:
+        if share is not None and scorers.layers:
             scorers = scorers.share(*share)
         if isinstance(model, torch.nn.Module):
             scorers.to(model.device)
@@ -201,7 +209,7 @@ class KVPolicyCache(_TransformersCache):
                 f"layer 0, {self._numbers}"
             )
         tokens = q.shape[2]
-        out = self._append(layer, q, k, v, mask, sinks)
+        out = self._append(layer, q, k, v, mask, sinks, self._hidden_of(layer))
         self._next += 1
         if self._next == len(self.windows):
             if not self._recording:
@@ -244,7 +252,18 @@ class KVPolicyCache(_TransformersCache):
                 "make another KVPolicyCache"
             )
 
-    def _append(self, layer, q, k, v, mask, sinks):
+    def _hidden_of(self, layer):
+        """The input of the layer's attention, [B, T, width]; None where no scorer reads it."""
+        if layer not in self.hidden_layers:
+            return None
+        if layer not in self.hidden:
+            raise RuntimeError(
+                f"model: another than the cache was made for is not allowed; layer {layer} has a "
+                "UtilityPredictor, which reads the input of that model's attention"
+            )
+        return self.hidden.pop(layer)
+
+    def _append(self, layer, q, k, v, mask, sinks, hidden):
         """The calls of one layer; [B, T, Hq, Dv]."""
         calls = [("step" if q.shape[2] == 1 else "prefill", slice(None))]
         if self._recording:
@@ -256,9 +275,10 @@ class KVPolicyCache(_TransformersCache):
         for name, part in calls:
             rows = [x[:, :, part].to(self.cache.dtype) for x in (q, k, v)]
             seen = None if mask is None else mask[:, part]
+            states = None if hidden is None else hidden[:, part]
             if name == "append_draft" and seen is not None and not seen.all():
                 raise NotImplementedError("padding among draft tokens is not allowed; it must be before them")
-            parts.append(_with_padding(getattr(self.cache, name), layer, rows, seen, sinks))
+            parts.append(_with_padding(getattr(self.cache, name), layer, rows, seen, sinks, states))
             if self._recording and name == "prefill":
                 self.cache.advance(layer)
         return (parts[0] if len(parts) == 1 else torch.cat(parts, 1)).to(q.dtype)
@@ -347,6 +367,7 @@ class KVPolicyCache(_TransformersCache):
             for sequence in range(self.cache.sequences):
                 self.cache.clear(sequence)
         self._seen, self._drafts, self._next = 0, 0, 0
+        self.hidden.clear()
 
     def snapshot(self):
         """What the cache holds, for restore(), without draft tokens. On CUDA it waits for the stream."""
@@ -430,6 +451,41 @@ def _heads_of(model, config):
     return rank * heads // ranks, (rank + 1) * heads // ranks
 
 
+def _hand_over_hidden(model, layers, policies, width):
+    """Gives the attention modules of `layers` a hook that leaves their input with the cache of the call."""
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(
+            f"model: {type(model).__name__} is not allowed; a UtilityPredictor reads hidden states, so it "
+            "must be the model itself"
+        )
+    found = {}
+    for module in model.modules():
+        layer = getattr(module, "layer_idx", None)
+        if layer in layers and "attention" in type(module).__name__.lower():
+            found.setdefault(layer, module)
+    for layer in layers:
+        if layer not in found:
+            raise NotImplementedError(
+                f"model: {type(model).__name__} is not allowed; no attention module says that it is layer "
+                f"{layer}, whose input a UtilityPredictor reads"
+            )
+        if policies[layer].scorer.width != width:
+            raise ValueError(
+                f"width: {policies[layer].scorer.width} is not allowed; it must be {width}, the model's hidden "
+                "size"
+            )
+        if _leave_hidden not in found[layer]._forward_pre_hooks.values():
+            found[layer].register_forward_pre_hook(_leave_hidden, with_kwargs=True)
+
+
+def _leave_hidden(module, arguments, options):
+    """Leaves the input of an attention module with a KVPolicyCache that reads it."""
+    for one in (*arguments, *options.values()):
+        if isinstance(one, KVPolicyCache) and module.layer_idx in one.hidden_layers:
+            hidden = options.get("hidden_states")
+            one.hidden[module.layer_idx] = arguments[0] if hidden is None else hidden
+
+
 def _windows_of(config):
     """The sliding window of each layer, None for full attention. Raises NotImplementedError for a model with
     other layers."""
@@ -489,16 +545,19 @@ def _policies_of(policy, windows, full_layers):
     return policies
 
 
-def _with_padding(call, layer, rows, mask, sinks):
+def _with_padding(call, layer, rows, mask, sinks, hidden):
     """A call of Cache with the tokens that are no padding, which come first for it; [B, T, Hq, Dv], 0 at
     padding. Learned sinks add exp(s) to each softmax's sum: o sigmoid(LSE - s)."""
-    options = {}
+    options = {"hidden": hidden}
     if mask is not None:
         lengths, order = _lengths_and_order(mask)
         options["q_len"] = lengths
         if order is not None:
             at = order[:, None, :, None]
             rows = [torch.gather(x, 2, at.expand(-1, x.shape[1], -1, x.shape[3])) for x in rows]
+            if hidden is not None:
+                at = order[:, :, None].expand(-1, -1, hidden.shape[2])
+                options["hidden"] = torch.gather(hidden, 1, at)
     out = call(layer, *rows, return_lse=sinks is not None, **options)
     if sinks is not None:
         out, lse = out

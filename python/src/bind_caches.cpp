@@ -54,12 +54,12 @@ std::unique_ptr<AnyCache> make_own_cache(const CacheArgs& args, std::uintptr_t f
 /// (layers, max_sequences, query_heads, kv_heads, head_dim_qk,
 /// head_dim_vo, page_size, max_draft_tokens), `pool` (slab_pages, max_slabs, max_seq_len), `attention`
 /// (sm_scale, logits_soft_cap), `observation` (queries, accumulate, mean, whole_layer, pool, pool_largest,
-/// chunk, pages, page_size, mean over heads), `mlstm` (d_qk, d_v, gate_softcap, norm), `parameters` a list of
-/// lists by layer.
+/// chunk, pages, page_size, mean over heads), `scorer` (d_qk, d_v, gate_softcap, rope_layout, rope_dims,
+/// rope_base, norm, frequencies), `parameters` a list of lists by layer.
 std::unique_ptr<AnyCache> call_make_cache(Device device, const nb::tuple& kinds, const nb::tuple& shape,
                                           const nb::tuple& pool, const nb::tuple& policy,
                                           const nb::tuple& attention, const nb::tuple& observation,
-                                          const nb::tuple& mlstm, const nb::list& parameters) {
+                                          const nb::tuple& scorer, const nb::list& parameters) {
     const Reader read(device);
     const auto number = [&](const nb::tuple& of, std::size_t i) { return nb::cast<std::int32_t>(of[i]); };
     CacheArgs args;
@@ -88,9 +88,12 @@ std::unique_ptr<AnyCache> call_make_cache(Device device, const nb::tuple& kinds,
         .chunk = number(observation, 6)};
     args.selection = {nb::cast<std::vector<std::int32_t>>(observation[7]), number(observation, 8),
                       nb::cast<bool>(observation[9])};
-    args.d_qk = number(mlstm, 0), args.d_v = number(mlstm, 1);
-    args.gate_softcap = nb::cast<float>(mlstm[2]);
-    args.norm = number(mlstm, 3);
+    args.d_qk = number(scorer, 0), args.d_v = number(scorer, 1);
+    args.gate_softcap = nb::cast<float>(scorer[2]);
+    args.rope_layout = number(scorer, 3), args.rope_dims = number(scorer, 4);
+    args.rope_base = nb::cast<float>(scorer[5]);
+    args.norm = number(scorer, 6);
+    args.frequencies = read("frequencies", scorer[7]);
     for (const nb::handle layer : parameters) {
         args.parameters.push_back(read.each("parameter", nb::cast<nb::list>(layer)));
     }
@@ -228,6 +231,8 @@ void bind_caches(nb::module_& m) {
     cache.def("usage", call_usage);
     cache.def("snapshot", call_snapshot);
     cache.def("retained", &AnyCache::retained);
+    cache.def("lengths_address",
+              [](const AnyCache& self) { return reinterpret_cast<std::uintptr_t>(self.lengths()); });
     cache.def("clear", [](AnyCache& self, Stream stream, Device device, std::int32_t seq) {
         run_on(stream, device, [&](const Context& ctx) { self.clear(ctx, seq); });
     });

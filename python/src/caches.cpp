@@ -1,6 +1,7 @@
 // The caches that are compiled ahead of time.
 #include <kvpolicy/caches/dual.hpp>
 #include <kvpolicy/caches/fixed_budget.hpp>
+#include <kvpolicy/scorers/conv.hpp>
 #include <kvpolicy/scorers/mlstm.hpp>
 #include <kvpolicy/scorers/observed.hpp>
 #if defined(KVPOLICY_PYTHON_CUDA)
@@ -8,6 +9,7 @@
 #include <kvpolicy/caches/cuda/decode/dispatch_decode.cuh>
 #include <kvpolicy/caches/cuda/paged/dispatch_paged.cuh>
 #include <kvpolicy/caches/cuda/prefill/dispatch_prefill.cuh>
+#include <kvpolicy/scorers/cuda/conv/device_conv.cuh>
 #include <kvpolicy/scorers/cuda/mlstm/device_mlstm.cuh>
 #endif
 
@@ -47,6 +49,9 @@ std::unique_ptr<AnyCache> make_cache(const CacheArgs& args) {
         const std::type_identity<mLSTMPolicy> policy;
         return is_fixed ? fixed(policy) : dual(policy);
     }
+    if (args.scorer == "conv" && !is_fixed) {
+        return dual(std::type_identity<ConvPolicy>{});
+    }
     if (args.scorer == "evicting" && is_fixed) {
         return fixed(std::type_identity<MassPolicy<true>>{});
     }
@@ -57,7 +62,7 @@ std::unique_ptr<AnyCache> make_cache(const CacheArgs& args) {
         return dual(std::type_identity<SelectingPolicy>{});
     }
     kvpolicy::detail::refuse("scorer of a cache", args.scorer,
-                             "given, mlstm, evicting (kind fixed), keeping or selecting (kind dual)");
+                             "given, mlstm, evicting (kind fixed), conv, keeping or selecting (kind dual)");
 }
 
 #define KVPOLICY_PYTHON_INSTANCE(T) template std::unique_ptr<AnyCache> make_cache<T>(const CacheArgs&);

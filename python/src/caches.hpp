@@ -8,11 +8,13 @@
 //     fixed | FixedBudgetCache | evicting  | Policy<Sink<>, Window<>, TopKBudget<>, AnyMass<true>>: H2O, TOVA
 //     dual  | DualCache        | given     | as above
 //     dual  | DualCache        | mlstm     | as above
+//     dual  | DualCache        | conv      | as given, ConvScorer<>
 //     dual  | DualCache        | keeping   | Policy<Sink<>, Window<>, TopKBudget<>, AnyMass<false>>: SnapKV
 //     dual  | DualCache        | selecting | as given, QuestPages<>
 //
-// Linear, MLP and a caller's own scorers run before the call, and their scores are given. A policy without
-// ranks is one with a budget of 0. That leaves seven instances per storage type. A policy with parts in C++
+// Scorers of a key and its value, of its position or of hidden states run before the call, as a caller's own
+// do, and their scores are given. A policy without ranks is one with a budget of 0. That leaves eight
+// instances per storage type. A policy with parts in C++
 // is in a library of its own, which kvpolicy/first_use.py compiles.
 #pragma once
 
@@ -51,7 +53,10 @@ struct CacheArgs {
     std::int32_t d_qk = 0, d_v = 0;               // mlstm
     float gate_softcap = 0.0f;                    // mlstm
     std::int32_t norm = 0;                        // mlstm: an mlstm_norm
-    std::vector<std::vector<Tensor>> parameters;  // mlstm: per layer, as in ScoreArgs; the caller keeps them
+    std::int32_t rope_layout = 0, rope_dims = 0;  // conv: of class Rope
+    float rope_base = 0.0f;                       // conv
+    Tensor frequencies;                           // conv: [rope_dims / 2] fp32; may be None
+    std::vector<std::vector<Tensor>> parameters;  // mlstm, conv: by layer, as in ScoreArgs; the caller's
 };
 
 /// The entries of a call: sequences [count] and their tokens [count], int32; each may be None.
@@ -107,6 +112,8 @@ class AnyCache {
                          const Tensor& status) = 0;
 
     [[nodiscard]] virtual position_t length(const Context& ctx, std::int32_t seq) const = 0;
+    /// [max_sequences] in the memory that the cache is bound to: what length() copies.
+    [[nodiscard]] virtual const position_t* lengths() const = 0;
     /// Entries in use: sinks, window, long-range.
     struct Usage {
         std::int32_t sinks, window, long_range, capacity;

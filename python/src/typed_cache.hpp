@@ -5,6 +5,7 @@
 #include <kvpolicy/caches/dual.hpp>
 #include <kvpolicy/caches/fixed_budget.hpp>
 #include <kvpolicy/policies/selection.hpp>
+#include <kvpolicy/scorers/conv.hpp>
 #include <kvpolicy/scorers/mlstm.hpp>
 #include <kvpolicy/scorers/observed.hpp>
 
@@ -31,6 +32,7 @@ static_assert(Scorer<AnyMass<true>> && Scorer<AnyMass<false>>);
 
 using GivenPolicy = GatedPolicy;
 using mLSTMPolicy = Policy<Sink<>, Window<>, AnyGate, TopKBudget<>, Decay<1>, mLSTMScorer<>>;
+using ConvPolicy = Policy<Sink<>, Window<>, AnyGate, TopKBudget<>, Decay<1>, ConvScorer<>>;
 template <bool Evicts>
 using MassPolicy = Policy<Sink<>, Window<>, TopKBudget<>, AnyMass<Evicts>>;
 using SelectingPolicy = Policy<Sink<>, Window<>, AnyGate, TopKBudget<>, Decay<1>, QuestPages<>>;
@@ -70,7 +72,7 @@ Part part_of(const CacheArgs& args) {
     } else if constexpr (Part::kind == part_kind::selection) {
         const group_aggregate aggregate = args.selection.mean ? group_aggregate::mean : group_aggregate::max;
         return Part{args.selection.page_size, of("pages", args.selection.pages), aggregate};
-    } else if constexpr (std::is_same_v<Part, mLSTMScorer<>>) {
+    } else if constexpr (std::is_same_v<Part, mLSTMScorer<>> || std::is_same_v<Part, ConvScorer<>>) {
         return Part{};
     } else {
         return Part{args.observation};
@@ -84,14 +86,23 @@ struct policy_parts<Policy<Parts...>> {
     static Policy<Parts...> make(const CacheArgs& args) { return Policy<Parts...>{part_of<Parts>(args)...}; }
 };
 
-inline mLSTMScorer<> mlstm_of(const CacheArgs& args, std::size_t layer) {
-    mLSTMScorer<> scorer{.heads = args.shape.kv_heads,
-                         .head_dim_qk = args.shape.head_dim_qk,
-                         .head_dim_vo = args.shape.head_dim_vo,
-                         .d_qk = args.d_qk,
-                         .d_v = args.d_v,
-                         .gate_softcap = args.gate_softcap,
-                         .norm = static_cast<mlstm_norm>(args.norm)};
+inline void set_sizes(const CacheArgs& args, mLSTMScorer<>& scorer) {
+    scorer.d_qk = args.d_qk, scorer.d_v = args.d_v, scorer.gate_softcap = args.gate_softcap;
+    scorer.norm = static_cast<mlstm_norm>(args.norm);
+}
+inline void set_sizes(const CacheArgs& args, ConvScorer<>& scorer) {
+    scorer.rope = {static_cast<rope_layout>(args.rope_layout), args.rope_base, args.rope_dims};
+    scorer.rope.frequencies =
+        array_of<const float>(args.frequencies, scorer.rope.rotated(args.shape.head_dim_qk) / 2);
+}
+
+/// The scorer of a layer, with its sizes and its weights.
+template <class S>
+S scorer_of(const CacheArgs& args, std::size_t layer) {
+    S scorer{.heads = args.shape.kv_heads,
+             .head_dim_qk = args.shape.head_dim_qk,
+             .head_dim_vo = args.shape.head_dim_vo};
+    set_sizes(args, scorer);
     std::size_t at = 0;
     const std::vector<Tensor>& tensors = args.parameters.at(layer);
     for_each_parameter(scorer, scorer.weights,
@@ -204,6 +215,7 @@ class TypedCache final : public AnyCache {
     [[nodiscard]] position_t length(const Context& ctx, std::int32_t seq) const override {
         return cache_.length(ctx, seq);
     }
+    [[nodiscard]] const position_t* lengths() const override { return cache_.layer(0).length; }
     [[nodiscard]] Usage usage(const Context& ctx, std::int32_t layer, std::int32_t seq,
                               std::int32_t head) const override {
         const HeadUsage usage = cache_.usage(ctx, layer, seq, head);
@@ -219,13 +231,14 @@ class TypedCache final : public AnyCache {
   private:
     static std::vector<scorer_type> scorers_of(const CacheArgs& args) {
         std::vector<scorer_type> scorers;
-        if constexpr (std::is_same_v<scorer_type, mLSTMScorer<>>) {
+        if constexpr (std::is_same_v<scorer_type, mLSTMScorer<>> ||
+                      std::is_same_v<scorer_type, ConvScorer<>>) {
             const auto layers = static_cast<std::size_t>(args.shape.layers);
             kvpolicy::detail::require(args.parameters.size() == layers, "number of scorers",
                                       args.parameters.size(),
                                       [&] { return kvpolicy::detail::text("one per layer, ", layers); });
             for (std::size_t layer = 0; layer < layers; ++layer) {
-                scorers.push_back(mlstm_of(args, layer));
+                scorers.push_back(scorer_of<scorer_type>(args, layer));
             }
         }
         return scorers;

@@ -315,8 +315,8 @@ def test_refusals(device):
         cache_of(kvp.KVpop(1, 2, 3, kvp.mLSTMScorer(KV_HEADS, DIM, delay=3)), device)
     with pytest.raises(ValueError, match="scorer of 1 heads"):
         cache_of(kvp.KVpop(1, 2, 3, kvp.mLSTMScorer(1, DIM, delay=2)), device)
-    with pytest.raises(NotImplementedError, match="scorer: ConvScorer is not allowed"):
-        cache_of(kvp.KVpop(1, 16, 3, kvp.ConvScorer(KV_HEADS, DIM, delay=16)), device)
+    with pytest.raises(NotImplementedError, match="delay: 17 is not allowed"):
+        cache_of(kvp.KVpop(1, 16, 3, kvp.ConvScorer(KV_HEADS, DIM, delay=17)), device)
     with pytest.raises(TypeError, match="policies"):
         cache_of([4], device)
     with pytest.raises(ValueError, match="one per KV head"):

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import gc
 import inspect
 import types
@@ -9,7 +10,7 @@ import weakref
 
 import pytest
 import torch
-from test_transformers import FAMILIES, generate, hf, model_of, scorers_of, tokens
+from test_transformers import FAMILIES, SYSTEMS, forward, gates_of, generate, hf, model_of, scorers_of, tokens
 
 import kvpolicy as kvp
 from kvpolicy import decode_graph
@@ -79,6 +80,24 @@ def test_policies(name):
         cache = compare(
             model, tokens(30, batch=2).cuda(), lambda m, **o: make(m, max_length=100, **o), max_new_tokens=60
         )
+
+
+@on_a_gpu
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_gates_of_files(tmp_path, system):
+    """Gates of every system, some of which read hidden states or positions: a graph writes the tokens of
+    steps, over several reservations of pages, and the logits are those of the CPU."""
+    path = tmp_path / "a.safetensors"
+    gates_of(model_of("llama", max_position_embeddings=512), system).save(path)
+    model, ids = on_gpu("llama"), tokens(50, batch=2)
+    cache = compare(model, ids.cuda(), functools.partial(hf.KVPolicyCache.from_pretrained, path))
+    assert captured(cache) is not None
+    on_cpu = model_of("llama", max_position_embeddings=512)
+    cuts = [30, 1, 1, 18]
+    want = forward(on_cpu, hf.KVPolicyCache.from_pretrained(path, on_cpu), ids, cuts)
+    found = forward(model, (one := hf.KVPolicyCache.from_pretrained(path, model)), ids.cuda(), cuts)
+    torch.testing.assert_close(found.cpu(), want, rtol=1e-3, atol=1e-3)
+    assert 16 < one.cache.usage(1, 0, 1).size < 50
 
 
 @on_a_gpu

@@ -16,7 +16,7 @@ import kvpolicy as kvp
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
 
-from test_transformers import model_of, scorers_of, tokens  # noqa: E402
+from test_transformers import SYSTEMS, gates_of, model_of, scorers_of, tokens  # noqa: E402
 from test_transformers import reference as masked_logits  # noqa: E402
 
 from kvpolicy import evaluation  # noqa: E402
@@ -78,6 +78,27 @@ def test_the_full_cache_has_the_models_own_loss(family):
     (line,) = measure(model, sample, ["full"])["results"]
     check(line, expected(logits, sample))
     assert line["policy"] == "dense" and line["budget"] == 0 and line["lookups"] == 3
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_files_of_gates_run_once(tmp_path, system):
+    """Losses are those of the mask; what a gate keeps is measured by layer and head."""
+    model, sample = byte_model(), sample_of()
+    scorers = gates_of(model, system)
+    scorers.training_notes = {"seed": "3"}
+    path = tmp_path / f"{system}.safetensors"
+    scorers.save(path)
+    found = measure(model, sample, [system], ("75%", "50%"), window=9, scorers=[path])
+    (line,) = found["results"]
+    check(line, expected(masked_logits(model, [scorers.policy(i) for i in range(3)], sample.tokens), sample))
+    names = {"spkv": "SP-KV, tau 0.5", "wgkv": "WG-KV, tau 0.45", "lte": "LTE, cap 9"}
+    names |= {"lte-uncapped": "LTE", "wgkv-capped": "WG-KV, tau 0.45, cap 7"}
+    assert line["label"] == names.get(system, "DMS") and line["system"] == system.partition("-")[0]
+    assert line["budget"] == 0 and line["training"] == {"seed": "3"} and "oracle_recall" not in line
+    beyond = LENGTH - 16
+    assert line["gate_density"] == pytest.approx([(rows - 16) / beyond for rows in line["rows"]], abs=1e-3)
+    assert line["compression"] == pytest.approx(1 - line["rows_per_head"] / LENGTH)
+    assert 0 < line["compression"] < 1 and f"{100 * line['compression']:.0f}%" in evaluation.table(found)
 
 
 def test_bounded_losses_are_those_of_the_mask():

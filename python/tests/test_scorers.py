@@ -308,6 +308,18 @@ def test_utility_predictor(device, tmp_path):
     assert torch.equal(again.layers[0].w2, predictor.w2) and again.layers[0].width == 12
 
 
+@pytest.mark.parametrize("layout", ["half_split", "interleaved"])
+def test_write_gate_at_positions(device, layout):
+    """Keys at their positions, in any chunks, have the scores of the sequence."""
+    for rope in (kvp.Rope(layout, 50.0), kvp.Rope(layout, dims=DK // 2), kvp.Rope(layout, 7.0, DK)):
+        scorer = randomize(kvp.WriteGateScorer(H, DK, 8, DV, rope=rope)).to(device)
+        k = torch.randn(2, H, S, DK, device=device)
+        want = scorer(k, torch.zeros(2, H, S, DV, device=device))
+        at = torch.arange(S, device=device).expand(2, S)
+        found = torch.cat([scorer.at(k[:, :, part], at[:, part]) for part in (slice(0, 5), slice(5, S))], -1)
+        torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-4)
+
+
 def test_rope_by_frequencies(device):
     """The same as by a base; the frequencies are in the file."""
     rates = 100.0 ** (-torch.arange(0, DK, 2, device=device) / DK)

@@ -76,6 +76,32 @@ def scorers_of(model, kind="mlstm", window=6, sinks=2):
     return kvp.Scorers(layers, window=window, sinks=sinks)
 
 
+SYSTEMS = ("spkv", "wgkv", "lte", "lte-uncapped", "dms", "dms-hidden", "wgkv-capped")
+
+
+def gates_of(model, system, window=14, sinks=2):
+    """Random gates of a system, about half of them open."""
+    config = model.config
+    heads, dim, width = config.num_key_value_heads, config.head_dim, config.hidden_size
+    rope = kvp.Rope("half_split", config.rope_parameters["rope_theta"])
+    system, _, kind = system.partition("-")
+    options = {"lte": {"budget": 9}, "wgkv": {"threshold": 0.45}}.get(system, {})
+    options |= {"uncapped": {"budget": None}, "capped": {"budget": 7}}.get(kind, {})
+    torch.manual_seed(9)
+    layers = []
+    for _ in range(config.num_hidden_layers):
+        made = {
+            "spkv": lambda: kvp.UtilityPredictor(heads, width, 8),
+            "wgkv": lambda: kvp.WriteGateScorer(heads, dim, 8, rope=rope),
+            "lte": lambda: kvp.ConvScorer(heads, dim, delay=window, rope=rope),
+            "dms": lambda: kvp.UtilityPredictor(heads, width, 8) if kind else kvp.LinearScorer(heads, dim),
+        }[system]()
+        for name, parameter in made.named_parameters():
+            torch.nn.init.normal_(parameter, std=0.1 if name in ("b1", "b2", "readout_bias") else 0.5)
+        layers.append(made)
+    return kvp.Scorers(layers, window=window, sinks=sinks, system=system, gamma_range=None, **options)
+
+
 # ---- the reference: attention through the mask of build_mask ----------------------------------------------
 
 
@@ -85,7 +111,11 @@ def masked(policies):
     def function(module, query, key, value, mask, dropout=0.0, scaling=None, s_aux=None, **kwargs):
         policy = policies[module.layer_idx]
         k, v = key.detach(), value.detach()
-        scores = policy.scorer(k, v) if policy.scorer is not None else torch.zeros(k.shape[:3])
+        scores = torch.zeros(k.shape[:3])
+        if isinstance(policy.scorer, kvp.UtilityPredictor):
+            scores = policy.scorer(module.input_of_attention.detach())
+        elif policy.scorer is not None:
+            scores = policy.scorer(k, v)
         expiry = kvp.build_mask(policy, scores).expiry
         at = torch.arange(k.shape[2])
         groups = query.shape[1] // k.shape[1]
@@ -108,10 +138,20 @@ def reference(model, policies, ids):
     transformers.AttentionInterface.register("reference", masked(policies))
     implementation = model.config._attn_implementation
     model.config._attn_implementation = "reference"
+    hooks = [
+        layer.self_attn.register_forward_pre_hook(_remember_input, with_kwargs=True)
+        for layer in model.model.layers
+    ]
     try:
         return model(ids, use_cache=False).logits
     finally:
         model.config._attn_implementation = implementation
+        for hook in hooks:
+            hook.remove()
+
+
+def _remember_input(module, arguments, options):
+    module.input_of_attention = options["hidden_states"]
 
 
 @torch.no_grad()
@@ -486,3 +526,121 @@ def test_a_damaged_state_restores_nothing():
         handle.remove()
         model(ids, past_key_values=cache)
     assert cache.cache.lengths() == [12, 12]
+
+
+# ---- files of every system ---------------------------------------------------------------------------------
+
+
+def shares_of(model, scorers, cache, length):
+    """Of the keys that left the window the share that stays, by layer and head; entries are those of the
+    mask for scores of the same keys, where `cache` has them."""
+    shares = []
+    for layer in range(len(scorers.layers)):
+        for head in range(scorers.heads):
+            usage = cache.cache.usage(layer, 0, head)
+            assert usage.sinks == scorers.sinks and usage.window == scorers.window
+            shares.append(usage.long_range / (length - scorers.sinks - scorers.window))
+    return shares
+
+
+@pytest.mark.parametrize("cuts", [[60], [1] * 60, [20, 1, 1, 1, 37]], ids=["once", "steps", "chunks"])
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_systems_from_files(tmp_path, system, cuts):
+    """The logits of a gate's file are those of the mask that the same gates make, in any chunks."""
+    model, ids = model_of("llama"), tokens(60)
+    scorers = gates_of(model, system)
+    scorers.save(tmp_path / "a.safetensors")
+    cache = kvp.KVPolicyCache.from_pretrained(tmp_path / "a.safetensors", model)
+    logits = forward(model, cache, ids, cuts)
+    policies = [scorers.policy(layer) for layer in range(3)]
+    assert [one.instance for one in cache.policies] == [one.instance for one in policies]
+    torch.testing.assert_close(logits, reference(model, policies, ids), rtol=2e-4, atol=2e-4)
+    shares = shares_of(model, scorers, cache, 60)
+    assert 0.1 < sum(shares) / len(shares) < 0.9, shares
+    if scorers.budget is not None:
+        assert max(shares) * 44 <= scorers.budget
+
+
+@pytest.mark.parametrize("system", ["spkv", "wgkv", "lte"])
+def test_systems_with_padding_drafts_and_beams(tmp_path, system):
+    """Left padding, assisted decoding and beams give the text of each prompt alone, and of greedy steps."""
+    model = model_of("llama")
+    scorers = gates_of(model, system)
+    scorers.save(tmp_path / "a.safetensors")
+
+    def cache():
+        return kvp.KVPolicyCache.from_pretrained(tmp_path / "a.safetensors", model)
+
+    prompts = [tokens(40, seed=5), tokens(27, seed=6)]
+    alone = [generate(model, ids, cache())[0, ids.shape[1] :] for ids in prompts]
+    padded = torch.cat((prompts[0], torch.nn.functional.pad(prompts[1], (13, 0))))
+    mask = torch.ones_like(padded)
+    mask[1, :13] = 0
+    found = generate(model, padded, cache(), attention_mask=mask)[:, 40:]
+    assert torch.equal(found, torch.stack(alone))
+    drafted = generate(model, prompts[0], cache(), assistant_model=model_of("llama"))[0, 40:]
+    assert torch.equal(drafted, alone[0])
+    assert generate(model, prompts[0], cache(), num_beams=3).shape == (1, 60)
+
+
+def test_shut_gates_free_memory(tmp_path):
+    """Pages of a DualCache are those of the keys that gates admit."""
+    model, ids, found = model_of("llama", max_position_embeddings=2048), tokens(1200), {}
+    for name, bias in (("open", 50.0), ("shut", -50.0)):
+        scorers = gates_of(model, "spkv")
+        with torch.no_grad():
+            for scorer in scorers.layers:
+                scorer.b2.fill_(bias)
+        scorers.save(tmp_path / "a.safetensors")
+        cache = kvp.KVPolicyCache.from_pretrained(tmp_path / "a.safetensors", model)
+        forward(model, cache, ids, [300] * 4)
+        found[name] = cache.memory_bytes()
+        assert cache.cache.usage(0, 0, 0).size == (1200 if bias > 0 else 16)
+    rows = 3 * 2 * (1200 - 256) * 2 * 16 * 4  # layers, heads, entries beyond the first slab, k and v
+    assert found["open"] - found["shut"] >= rows
+
+
+def test_streaming_file(tmp_path):
+    """StreamLLM+ is a model's weights and two numbers; a budget widens the window."""
+    model = model_of("llama")
+    kvp.Scorers([], window=12, sinks=3, system="streaming").save(tmp_path / "a.safetensors")
+    cache = kvp.KVPolicyCache.from_pretrained(tmp_path / "a.safetensors", model)
+    logits = forward(model, cache, tokens(40), [40])
+    want = reference(model, [kvp.StreamingLLM(3, 12)] * 3, tokens(40))
+    torch.testing.assert_close(logits, want, rtol=1e-4, atol=1e-4)
+    wide = kvp.KVPolicyCache.from_pretrained(tmp_path / "a.safetensors", model, budget=20)
+    assert wide.policies[0].windows == (17,)
+
+
+def test_refusals_of_systems(tmp_path):
+    model = model_of("llama")
+    path = tmp_path / "a.safetensors"
+    scorers = gates_of(model, "spkv")
+    scorers.save(path)
+    with pytest.raises(TypeError, match="model: LlamaConfig is not allowed; a UtilityPredictor reads"):
+        kvp.KVPolicyCache.from_pretrained(path, model.config)
+    other = model_of("llama", hidden_size=64)
+    with pytest.raises(ValueError, match="width: 48 is not allowed; it must be 64, the model's"):
+        kvp.KVPolicyCache.from_pretrained(path, other)
+    cache = kvp.KVPolicyCache.from_pretrained(path, model)
+    with pytest.raises(RuntimeError, match="model: another than the cache was made for"):
+        model_of("llama").set_attn_implementation(hf.NAME)
+        alone = model_of("llama")
+        alone.set_attn_implementation(hf.NAME)
+        alone(tokens(5), past_key_values=cache)
+    gates_of(model, "dms").save(path)
+    with pytest.raises(ValueError, match="budget: 24 is not allowed for dms"):
+        kvp.KVPolicyCache.from_pretrained(path, model, budget=40)
+    cache = kvp.Cache(scorers.policy(0), query_heads=4, kv_heads=2, head_dim=16)
+    q, k = torch.zeros(1, 4, 3, 16), torch.zeros(1, 2, 3, 16)
+    with pytest.raises(ValueError, match=r"hidden: None is not allowed; a UtilityPredictor reads"):
+        cache.prefill(0, q, k, k)
+    with pytest.raises(ValueError, match=r"hidden: shape \(1, 3, 8\) is not allowed"):
+        cache.prefill(0, q, k, k, hidden=torch.zeros(1, 3, 8))
+    with pytest.raises(ValueError, match="hidden: is not allowed"):
+        kvp.Cache(kvp.FULL, query_heads=4, kv_heads=2, head_dim=16).prefill(
+            0, q, k, k, hidden=torch.zeros(1, 3, 48)
+        )
+    shifted = kvp.Policy(kvp.Window(20), kvp.ThresholdGate(), gates_of(model, "lte").layers[0])
+    with pytest.raises(NotImplementedError, match="delay: 14 is not allowed"):
+        kvp.Cache(shifted, query_heads=4, kv_heads=2, head_dim=16)

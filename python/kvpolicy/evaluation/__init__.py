@@ -100,7 +100,7 @@ def _forward(model, ids, cache, **options):
 @torch.no_grad()
 def _observe(model, ids, window, evaluated, storage):
     """The Observer of one sequence; None where no policy asks."""
-    trained = any(one.scorers is not None for one in evaluated)
+    trained = any(one.recalled for one in evaluated)
     betas = {one.beta for one in evaluated if one.beta} | ({1.0, 2.0} if trained else set())
     if not betas:
         return None
@@ -226,7 +226,8 @@ def evaluate(
     budgets    entries per head, or percentages that go; above sinks + window
     sample     a Sample; or text, from which sequences of `tokens` tokens are cut (default: 4096, or what the
                model takes). `sequences`: at most so many
-    scorers    files of Scorers.save or train_scorer
+    scorers    files of Scorers.save or train_scorer. A file of gates, or of StreamLLM+, is run once with its
+               own numbers: what it keeps is measured
     chunk      tokens per call; storage: dtype of keys and values, while the model computes in its own
     speed      tokens that are decoded after the first sequence to measure tokens per second, after three
                untimed ones; 0: none
@@ -236,7 +237,8 @@ def evaluate(
     retrieval queries whose digits are all the most likely token given those before, None without queries.
     rows_per_head are entries after the last token, cache_mib the memory of keys and values. The oracle's
     scores are the future attention of a dense pass over the whole sequence; oracle_recall is the share of its
-    long-range keys that a trained scorer keeps.
+    long-range keys that a trained scorer keeps. `rows` are the entries by layer and head; of a gate's file
+    gate_density is the share of keys beyond sinks and window among them, and compression what it spares.
     """
     length = tokens or min(4096, getattr(model.config, "max_position_embeddings", None) or 4096)
     if (sample is None) == (text is None):
@@ -307,7 +309,14 @@ def _measure(model, sample, policy, setting, observed, chunk, storage, of):
     found |= {"cache_mib": mib, "tokens_per_s": tokens_per_s}
     if policy.scorers is not None:
         found["training"] = policy.scorers.training_notes
+    if policy.recalled:
         found["oracle_recall"] = recall_of(policy, setting, observed)
+    elif policy.scorers is not None:
+        found["system"] = policy.scorers.system
+        found["compression"] = 1 - found["rows_per_head"] / sample.length
+        always = min(policy.scorers.sinks + policy.scorers.window, sample.length)
+        beyond = max(1, sample.length - always)
+        found["gate_density"] = [round(max(0.0, rows - always) / beyond, 4) for rows in found["rows"]]
     return found
 
 

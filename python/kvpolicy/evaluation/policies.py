@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from kvpolicy.attention import causal_lse, future_mass
-from kvpolicy.files import Scorers
+from kvpolicy.files import SYSTEMS, Scorers
 from kvpolicy.masks import build_mask
 from kvpolicy.metrics import oracle_recall
 from kvpolicy.observed import H2O, TOVA, SnapKV
@@ -38,7 +38,7 @@ class Setting:
 class Evaluated:
     """A policy of a table. make(setting) gives what KVPolicyCache takes: a Policy, or a function of the
     layer. `prompted`: three quarters of a sequence are a prompt in one call, and the rest are decoded;
-    otherwise all comes in chunks."""
+    otherwise all comes in chunks. `scorers`: of a file."""
 
     name: str
     label: str
@@ -47,6 +47,11 @@ class Evaluated:
     prompted: bool = False
     beta: float = 0.0
     scorers: Optional[Scorers] = None
+
+    @property
+    def recalled(self):
+        """Whether trained scorers rank keys, as an oracle does, by what a dense pass shows."""
+        return self.scorers is not None and self.scorers.system == "kvpop" and not self.scorers.reads_hidden
 
 
 class KeyNorm(nn.Module):
@@ -119,19 +124,27 @@ _BY_NAME = (
 
 
 def trained(path, window, model):
-    """KVpop with the scorers of a file, named by the file."""
+    """The system of a file, named by the file: KVpop with the scorers, sinks, window and budgets of the
+    evaluation, all others with the numbers of the file."""
     path = pathlib.Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"scorers: {path} is not allowed; it must be a file of Scorers.save")
     scorers = Scorers.load(path).requires_grad_(False).to(model.device)
     config = model.config.get_text_config(decoder=True)
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    found = (len(scorers.layers), scorers.layers[0].heads)
-    if found != (config.num_hidden_layers, heads):
+    found = (len(scorers.layers), scorers.heads)
+    if scorers.layers and found != (config.num_hidden_layers, heads):
         raise ValueError(
             f"scorers: {path} of {found[0]} layers, {found[1]} heads is not allowed; the model has "
             f"{config.num_hidden_layers} layers, {heads} KV heads"
         )
+    if scorers.system != "kvpop":
+        label = SYSTEMS[scorers.system]
+        if scorers.system in ("spkv", "wgkv"):
+            label += f", tau {scorers.threshold:g}"
+        if scorers.budget is not None:
+            label += f", cap {scorers.budget}"
+        return Evaluated(path.stem, label, lambda setting: scorers.policy, bounded=False, scorers=scorers)
     delay = getattr(scorers.layers[0], "delay", None)
     if delay is not None and delay != window:
         raise ValueError(
@@ -211,7 +224,7 @@ class Observer:
 
     def __init__(self, window, betas, evaluated, storage):
         self.window, self.storage = window, storage
-        self.scorers = {one.name: one.scorers for one in evaluated if one.scorers is not None}
+        self.scorers = {one.name: one.scorers for one in evaluated if one.recalled}
         self.scores = {beta: [] for beta in betas}
         self.trained = {name: [] for name in self.scorers}
 

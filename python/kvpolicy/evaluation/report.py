@@ -13,7 +13,7 @@ def table(found):
         lines.append(
             (
                 one["label"],
-                f"{100 * one['compression']:.0f}%" if one["budget"] else "-",
+                f"{100 * one['compression']:.0f}%" if one["budget"] or one["compression"] else "-",
                 f"{one['rows_per_head']:.0f}",
                 _number(one["bits_per_byte"], 4),
                 _number(one["nll_per_token"], 4),
