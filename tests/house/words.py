@@ -118,7 +118,7 @@ ALLOWED = (
     (r"\bdim_", r"docs/training\.md", r"`dim_k`, `dim_v`"),
     (r"\bsoftcap\b", r"examples/apps/support/scorers\.cpp", r"\"mlstm: .* softcap "),
     # An argument of transformers.
-    (r"\bsoftcap\b", r"python/kvpolicy/transformers\.py", r"_SOFT_CAP = "),
+    (r"\bsoftcap\b", r"python/kvpolicy/(transformers|training)\.py", r"_SOFT_CAP = "),
     # The option of train_scorer for gate_softcap, the soft cap of an mLSTM's gates.
     (r"\bsoftcap\b", r"examples/train_scorer/|tests/examples/", r"--softcap\b"),
 )

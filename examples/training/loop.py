@@ -1,0 +1,349 @@
+"""The loop that all training programs share: options, AdamW with warm-up and a cosine, checkpoints, a log.
+
+A program is `train(Method)`. It runs on one device, or on several by torchrun, which share the samples of a
+step. Step n reads samples that depend on the seed and on n alone, so a run that was interrupted and resumed
+ends with the weights of one that was not."""
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import os
+import pathlib
+import time
+
+import data
+import kvpolicy as kvp
+import models
+import torch
+from torch import distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from transformers import get_cosine_schedule_with_warmup
+
+
+class Refused(SystemExit):
+    """A sentence for the user."""
+
+
+def parser_of(method):
+    parser = argparse.ArgumentParser(
+        description=method.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--out", type=pathlib.Path, required=True, help="folder of the result, the log and the checkpoint")
+    add("--model", default="byte", help="byte, smollm2, a folder of transformers, or scratch")
+    add("--scratch-size", type=int, nargs=3, default=(128, 4, 4), metavar=("WIDTH", "LAYERS", "HEADS"))
+    add("--kv-heads", type=int, default=2, help="of a model from scratch")
+    add("--text", default=None, help="a text, or build/corpus/corpus.tar.xz of tools/make_corpus")
+    add("--task", choices=("recall", "palindrome"), help="a generated task in place of a text")
+    add("--pairs", type=int, default=None, help="retrieval queries per sample of bytes, or pairs of recall")
+    add("--held-out", default=None, help="text to evaluate on; of corpus.tar.xz its held-out text is taken")
+    add("--tokens", type=int, default=1024, help="tokens per sample")
+    add("--batch", type=int, default=8, help="samples per step, of all processes")
+    add("--steps", type=int, default=1000)
+    add("--rate", type=float, default=1e-3, help="learning rate of gates and scorers")
+    add("--model-rate", type=float, default=1e-4, help="learning rate of the model's weights")
+    add("--warmup", type=int, default=20, help="steps until the full learning rate")
+    add("--weight-decay", type=float, default=0.1, help="of the model's matrices")
+    add("--clip", type=float, default=1.0, help="the largest norm of the gradient")
+    add("--seed", type=int, default=1)
+    add("--log-every", type=int, default=20)
+    add("--evaluate-every", type=int, default=0, help="steps between evaluations; 0: at the end alone")
+    add("--evaluate-samples", type=int, default=8)
+    add("--checkpoint-every", type=int, default=0, help="steps between checkpoints; 0: when --seconds end")
+    add("--seconds", type=float, default=0.0, help="stop after this time with a checkpoint; 0: never")
+    add("--resume", action="store_true", help="go on from the checkpoint in --out")
+    add("--device", default=None, help="cpu or cuda; default: cuda where it is")
+    add("--fp32", action="store_true", help="train in float32 on CUDA, not in bfloat16")
+    method.add_options(parser)
+    return parser
+
+
+@dataclasses.dataclass
+class Ranks:
+    """This process among those of torchrun."""
+
+    rank: int
+    count: int
+    device: torch.device
+
+    @classmethod
+    def begin(cls, device):
+        rank, count = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        if device is None:
+            device = "cuda" if torch.cuda.is_available() and kvp.has_cuda() else "cpu"
+        device = (
+            torch.device(device, int(os.environ.get("LOCAL_RANK", 0)))
+            if device == "cuda"
+            else torch.device(device)
+        )
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        if count > 1:
+            dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        return cls(rank, count, device)
+
+    def end(self):
+        if self.count > 1:
+            dist.destroy_process_group()
+
+
+def make_data(options, tokenizer):
+    """(training samples, held-out samples)."""
+    if options.task is not None:
+        pairs = 8 if options.pairs is None else options.pairs
+        make = (
+            data.Palindrome
+            if options.task == "palindrome"
+            else lambda *a, **b: data.Recall(*a, pairs=pairs, **b)
+        )
+        return make(options.tokens, seed=options.seed), make(options.tokens, seed=f"held out {options.seed}")
+    if options.text is None:
+        raise Refused("--text or --task: nothing is not allowed; one must say what to train on")
+    archive = options.text.endswith(".xz")
+    held_out = options.held_out or (options.text if archive else None)
+    pairs = options.pairs if options.pairs is not None else 0
+    train = data.read_text(options.text, "train.txt")
+    if held_out is None:  # the last twentieth of a text
+        cut = len(train) - len(train) // 20
+        train, test = train[:cut], train[cut:]
+    else:
+        test = data.read_text(held_out, "heldout.txt")
+    shared = {"tokenizer": tokenizer, "pairs": pairs}
+    return (
+        data.Text(train, options.tokens, seed=options.seed, **shared),
+        data.Text(test, options.tokens, seed="held out", **shared),
+    )
+
+
+def make_model(method, options, device):
+    """(model, tokenizer). Weights that are trained are float32; frozen ones bfloat16 on CUDA."""
+    frozen = not method.trains(options)
+    dtype = torch.bfloat16 if frozen and device.type == "cuda" and not options.fp32 else torch.float32
+    if options.model != "scratch":
+        return models.load(options.model, dtype=dtype, device=device)
+    width, layers, heads = options.scratch_size
+    sizes = {"width": width, "layers": layers, "heads": heads, "kv_heads": options.kv_heads}
+    return models.from_scratch(**sizes, length=options.tokens, device=device), None
+
+
+class Trainer:
+    """A run: the method, its optimizer and schedule, the step it is at."""
+
+    def __init__(self, method_class, options, ranks):
+        self.options, self.ranks, self.began = options, ranks, time.monotonic()
+        torch.manual_seed(options.seed)
+        model, tokenizer = make_model(method_class, options, ranks.device)
+        self.train_data, self.test_data = make_data(options, tokenizer)
+        self.method = method_class(model, options).to(ranks.device)
+        self.module = self.method
+        if ranks.count > 1:
+            ids = [ranks.device.index] if ranks.device.type == "cuda" else None
+            self.module = DistributedDataParallel(self.method, device_ids=ids, find_unused_parameters=True)
+        self.optimizer = torch.optim.AdamW(
+            self.method.parameter_groups(), betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0
+        )
+        self.schedule = get_cosine_schedule_with_warmup(self.optimizer, options.warmup, options.steps)
+        self.step, self.log = 0, []
+        trained = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        self.trained = {name: p for name, p in self.method.named_parameters() if id(p) in trained}
+
+    # ---- checkpoints ---------------------------------------------------------------------------------------
+
+    @property
+    def checkpoint_path(self):
+        return self.options.out / "checkpoint.pt"
+
+    def identity(self):
+        """What a checkpoint must agree in with the run that reads it."""
+        options = {
+            name: str(value)
+            for name, value in sorted(vars(self.options).items())
+            if name
+            not in ("out", "resume", "seconds", "device", "log_every", "evaluate_every", "checkpoint_every")
+        }
+        return {
+            "method": self.method.name,
+            "model": models.fingerprint(self.method.model),
+            "options": options,
+        }
+
+    def save_checkpoint(self):
+        if self.ranks.rank:
+            return
+        state = {
+            "identity": self.identity(),
+            "step": self.step,
+            "parameters": {name: p.detach() for name, p in self.trained.items()},
+            "buffers": self.own_buffers(),
+            "optimizer": self.optimizer.state_dict(),
+            "schedule": self.schedule.state_dict(),
+            "log": self.log,
+        }
+        part = self.checkpoint_path.with_suffix(".part")
+        torch.save(state, part)
+        part.replace(self.checkpoint_path)
+
+    def own_buffers(self):
+        """Buffers that training moves, such as a controller's; those of the model do not."""
+        return {name: b for name, b in self.method.named_buffers() if not name.startswith("model.")}
+
+    def load_checkpoint(self):
+        path = self.checkpoint_path
+        if not path.is_file():
+            raise Refused(f"--resume: {path} is not there; it must be the checkpoint of an earlier run")
+        try:
+            state = torch.load(path, map_location=self.ranks.device, weights_only=True)
+            found = state["identity"]
+        except Exception as error:
+            raise Refused(f"--resume: {path} is damaged: {error}") from None
+        wanted = self.identity()
+        for name in ("method", "model"):
+            if found[name] != wanted[name]:
+                raise Refused(
+                    f"--resume: {path} of {name} {found[name]} is not allowed; this run has {wanted[name]}"
+                )
+        for name, value in wanted["options"].items():
+            if found["options"].get(name) != value:
+                raise Refused(
+                    f"--{name.replace('_', '-')}: {value} is not allowed with --resume; the checkpoint has "
+                    f"{found['options'].get(name)}"
+                )
+        with torch.no_grad():
+            for name, value in state["parameters"].items():
+                self.trained[name].copy_(value)
+            for name, value in state["buffers"].items():
+                self.own_buffers()[name].copy_(value)
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.schedule.load_state_dict(state["schedule"])
+        self.step, self.log = state["step"], state["log"]
+
+    # ---- steps ---------------------------------------------------------------------------------------------
+
+    def batch(self, dataset, first, count):
+        """Samples first to first + count - 1 of a data set, on the device."""
+        samples = [dataset[index] for index in range(first, first + count)]
+        return [torch.stack(parts).to(self.ranks.device, non_blocking=True) for parts in zip(*samples)]
+
+    def precision(self):
+        wide = self.options.fp32 or self.ranks.device.type != "cuda"
+        if wide or not self.method.trains(self.options):
+            return contextlib.nullcontext()
+        return torch.autocast("cuda", torch.bfloat16)
+
+    def train_step(self):
+        """One step; returns its losses as numbers."""
+        share = self.options.batch // self.ranks.count
+        first = self.step * self.options.batch + self.ranks.rank * share
+        ids, weights = self.batch(self.train_data, first, share)
+        self.method.begin_step(self.step, self.options.steps)
+        try:
+            with self.precision():
+                losses = self.module(ids, weights)
+        except ValueError as error:  # on the CPU the operators refuse a NaN score
+            self.stop_if_broken(error)
+            raise
+        loss = losses["loss"]
+        if not torch.isfinite(loss):
+            self.stop_if_broken(f"the loss is {loss.item()}", always=True)
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(self.trained.values(), self.options.clip)
+        self.optimizer.step()
+        self.schedule.step()
+        self.method.end_step()
+        self.step += 1
+        return {**losses, "norm": norm}
+
+    def stop_if_broken(self, what, always=False):
+        where = self.method.broken()
+        if where or always:
+            raise Refused(
+                f"step {self.step}: {what}; {where or 'all scores and parameters are finite'}; the "
+                "checkpoint of an earlier step stays, and a smaller --rate may help"
+            )
+
+    @torch.no_grad()
+    def evaluate(self):
+        """Means over the held-out samples, the same in every call."""
+        sums = {}
+        for index in range(self.options.evaluate_samples):
+            with self.precision():
+                found = self.method.evaluate(*self.batch(self.test_data, index, 1))
+            for name, value in found.items():
+                sums[name] = sums.get(name, 0.0) + value / self.options.evaluate_samples
+        return sums
+
+    def report(self, kind, numbers):
+        numbers = {name: float(torch.as_tensor(value).detach()) for name, value in numbers.items()}
+        self.log.append({"step": self.step, "kind": kind, **numbers})
+        if self.ranks.rank:
+            return
+        text = "  ".join(f"{name} {value:.4g}" for name, value in numbers.items())
+        print(f"[{time.monotonic() - self.began:7.1f} s] {kind} {self.step}: {text}", flush=True)
+
+    def out_of_time(self):
+        """Whether --seconds have passed, by the clock of rank 0."""
+        over = bool(self.options.seconds) and time.monotonic() - self.began > self.options.seconds
+        if self.ranks.count > 1:
+            flag = torch.tensor(int(over), device=self.ranks.device)
+            dist.broadcast(flag, 0)
+            over = bool(flag)
+        return over
+
+    def run(self):
+        options = self.options
+        if self.step == 0:
+            self.report("evaluate", self.evaluate())
+        while self.step < options.steps:
+            numbers = self.train_step()
+            last = self.step == options.steps
+            if self.step % options.log_every == 0 or last:
+                self.report("step", numbers)
+            if last or (options.evaluate_every and self.step % options.evaluate_every == 0):
+                self.report("evaluate", self.evaluate())
+            stop = not last and self.out_of_time()
+            if stop or (options.checkpoint_every and self.step % options.checkpoint_every == 0):
+                self.save_checkpoint()
+            if stop:
+                self.report("stopped", {})
+                return
+        self.save_checkpoint()
+        self.finish()
+
+    def finish(self):
+        """Writes the trained parts and what they are worth."""
+        if self.ranks.rank:
+            return
+        metrics = {name: value for name, value in self.log[-1].items() if name not in ("step", "kind")}
+        notes = {"method": self.method.name, "model": self.options.model, "seed": self.options.seed}
+        notes |= {"steps": self.options.steps, "tokens": self.options.tokens, "batch": self.options.batch}
+        notes |= {f"held_out_{name}": f"{value:.6g}" for name, value in metrics.items()}
+        self.method.save(self.options.out / f"{self.method.name}.safetensors", notes)
+        if self.method.trains(self.options):
+            self.method.model.save_pretrained(self.options.out / "model")
+        record = {"identity": self.identity(), "metrics": metrics, "log": self.log}
+        (self.options.out / "metrics.json").write_text(json.dumps(record, indent=1) + "\n")
+
+
+def train(method, arguments=None):
+    """Runs a method with the options of the command line; returns its Trainer."""
+    options = parser_of(method).parse_args(arguments)
+    ranks = Ranks.begin(options.device)
+    if options.batch % ranks.count:
+        raise Refused(
+            f"--batch: {options.batch} is not allowed; it must be a multiple of {ranks.count} processes"
+        )
+    options.out.mkdir(parents=True, exist_ok=True)
+    try:
+        trainer = Trainer(method, options, ranks)
+        if options.resume:
+            trainer.load_checkpoint()
+        elif trainer.checkpoint_path.is_file():
+            raise Refused(f"--out: {options.out} has a checkpoint; give --resume, or another folder")
+        trainer.run()
+    except (ValueError, FileNotFoundError, NotImplementedError) as error:
+        raise Refused(str(error)) from error
+    finally:
+        ranks.end()
+    return trainer

@@ -1,0 +1,141 @@
+"""What the training loop asks of a method."""
+
+import kvpolicy as kvp
+import torch
+from kvpolicy.training import attend_with, rope_of
+from torch.nn import functional
+
+
+class Method(torch.nn.Module):
+    """A method: modules that are trained, the attention of a layer, and a loss.
+
+    A subclass sets `name`, adds its options, builds its modules in __init__, and writes attend and loss.
+    Class and options are all that a run is made of."""
+
+    name = ""
+
+    @staticmethod
+    def add_options(parser):
+        """Adds the method's options to an argparse parser."""
+
+    @classmethod
+    def trains(cls, options):
+        """Whether the model's own weights are trained."""
+        return options.model == "scratch"
+
+    def __init__(self, model, options):
+        super().__init__()
+        self.model, self.options = model, options
+        self.model.requires_grad_(self.trains(options))
+        config = model.config.get_text_config(decoder=True)
+        self.layers = config.num_hidden_layers
+        self.heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self.width, self.rope = config.hidden_size, rope_of(config)
+        self.step, self.steps = 0, 1
+        self.scores, self.parts = {}, {}  # of the last pass, by layer
+
+    # ---- what a method writes ------------------------------------------------------------------------------
+
+    def own_parameters(self):
+        """The parameters of gates and scorers."""
+        return [p for name, p in self.named_parameters() if not name.startswith("model.")]
+
+    def parameter_groups(self):
+        """Groups of torch.optim: gates and scorers, and the model's weights where they are trained."""
+        groups = [{"params": self.own_parameters(), "lr": self.options.rate}]
+        if self.trains(self.options):
+            weights = list(self.model.parameters())
+            for decays in (True, False):
+                group = [p for p in weights if (p.dim() > 1) == decays]
+                decay = self.options.weight_decay if decays else 0.0
+                groups.append({"params": group, "lr": self.options.model_rate, "weight_decay": decay})
+        return [group for group in groups if group["params"]]
+
+    def attend(self, inputs):
+        """The attention of one layer in training, [B, Hq, S, Dv]; keeps what the loss needs in
+        self.scores and self.parts."""
+        raise NotImplementedError
+
+    def loss(self, ids, weights):
+        """{name: scalar}; "loss" is minimized, the rest is printed."""
+        raise NotImplementedError
+
+    def begin_step(self, step, steps):
+        """Before the forward pass of a step: schedules."""
+        self.step, self.steps = step, steps
+
+    def end_step(self):
+        """After the optimizer's step: controllers."""
+
+    def policy(self, layer):
+        """The policy of one layer after training: hard gates."""
+        raise NotImplementedError
+
+    def save(self, path, notes):
+        """Writes the trained gates or scorers; `notes` go into the file."""
+        raise NotImplementedError
+
+    # ---- what methods share --------------------------------------------------------------------------------
+
+    def forward(self, ids, weights):
+        """The losses of one batch: ids [B, S] int64, weights [B, S] float32. A module's forward, so that
+        DistributedDataParallel can wrap the method."""
+        self.scores, self.parts = {}, {}
+        return self.loss(ids, weights)
+
+    def logits(self, ids, attend):
+        """Logits [B, S, V] of a pass whose attention is `attend`, a function of LayerInputs."""
+        with attend_with(self.model, attend):
+            return self.model(input_ids=ids, use_cache=False).logits
+
+    def hidden_states(self, ids, attend):
+        """Hidden states [B, S, width] before the output layer, of a pass whose attention is `attend`."""
+        with attend_with(self.model, attend):
+            return self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+
+    @staticmethod
+    def dense(inputs):
+        """Causal attention, of the layer's own window where it has one."""
+        return kvp.attend(inputs.q, inputs.k, inputs.v, **inputs.numbers)
+
+    def attend_hard(self, inputs):
+        """The attention of one layer under its policy; keeps the mask in self.parts."""
+        policy = self.policy(inputs.layer)
+        scores = self.score(inputs) if policy.ranked else inputs.k[..., 0]
+        mask = kvp.build_mask(policy, scores)
+        self.scores[inputs.layer], self.parts[inputs.layer] = scores, mask
+        return kvp.attend(inputs.q, inputs.k, inputs.v, mask, **inputs.numbers)
+
+    def score(self, inputs):
+        """Scores [B, Hkv, S] of the keys of a layer."""
+        raise NotImplementedError
+
+    @staticmethod
+    def next_token_loss(logits, ids, weights):
+        """The weighted mean cross-entropy, in nats, of each token given those before it."""
+        wide = logits if logits.dtype == torch.float64 else logits.float()
+        nll = functional.cross_entropy(wide[:, :-1].transpose(1, 2), ids[:, 1:], reduction="none")
+        weights = weights[:, 1:]
+        return (nll * weights).sum() / weights.sum().clamp(min=1.0)
+
+    @torch.no_grad()
+    def evaluate(self, ids, weights):
+        """Measures of one held-out batch under the policy: nll, dense nll, and the share of causal pairs that
+        queries see."""
+        self.scores, self.parts = {}, {}
+        hard = self.next_token_loss(self.logits(ids, self.attend_hard), ids, weights)
+        pairs = torch.stack([kvp.density(mask).mean() for mask in self.parts.values()])
+        dense = self.next_token_loss(self.logits(ids, self.dense), ids, weights)
+        return {"nll": hard.item(), "nll_dense": dense.item(), "visible": pairs.mean().item()}
+
+    def broken(self):
+        """Where the last pass has a score that is not finite, as a phrase; None: nowhere."""
+        for layer, scores in sorted(self.scores.items()):
+            heads = (~scores.detach().isfinite()).any(-1).any(0).nonzero().flatten().tolist()
+            if heads:
+                return f"the scores of layer {layer}, head {heads[0]} are not finite"
+        for name, parameter in self.named_parameters():
+            if not parameter.detach().isfinite().all():
+                return f"{name} is not finite"
+        return None

@@ -1,0 +1,56 @@
+"""The models of the training programs: the byte model, a folder of transformers, or a small one from
+scratch."""
+
+import hashlib
+import pathlib
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+FOLDERS = {
+    "byte": ROOT / "examples" / "models" / "byte-llama",
+    "smollm2": ROOT / "models" / "smollm2-135m",
+}
+
+
+def load(name, *, dtype=torch.float32, device="cpu"):
+    """(model, tokenizer). `name`: "byte", "smollm2" (tools/get_smollm2), or a folder. The tokenizer is
+    None where tokens are bytes."""
+    folder = pathlib.Path(FOLDERS.get(name, name))
+    if not (folder / "config.json").is_file():
+        raise FileNotFoundError(
+            f"model: {name} is not allowed; it must be byte, smollm2 (after tools/get_smollm2), scratch, or "
+            "a folder of transformers"
+        )
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device)
+    bytes_are_tokens = model.config.vocab_size == 256
+    return model, None if bytes_are_tokens else AutoTokenizer.from_pretrained(folder)
+
+
+def from_scratch(*, vocabulary=256, width=128, layers=4, heads=4, kv_heads=2, length=4096, device="cpu"):
+    """A small Llama with random weights, drawn from torch's generator."""
+    config = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=width,
+        intermediate_size=3 * width,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=max(16, width // heads),
+        max_position_embeddings=length,
+        tie_word_embeddings=True,
+        initializer_range=0.02,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    return LlamaForCausalLM(config).to(device)
+
+
+def fingerprint(model):
+    """A hash of the config, by which a checkpoint knows its model."""
+    config = model.config.to_dict()
+    names = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+    names += ("num_key_value_heads", "head_dim", "intermediate_size")
+    return hashlib.sha256(repr([config.get(name) for name in names]).encode()).hexdigest()[:16]

@@ -1,0 +1,60 @@
+"""The loop of the training programs, and the chain from the loss to a gate, by SP-KV's soft gates."""
+
+import pytest
+import torch
+from training_cases import directional, program, run, small_method
+
+SMALL = ["--model", "scratch", "--scratch-size", "32", "2", "2", "--kv-heads", "1", "--task", "recall"]
+SMALL += ["--tokens", "64", "--batch", "2", "--steps", "6", "--window", "8", "--evaluate-samples", "1"]
+SMALL += ["--device", "cpu"]
+
+
+def test_the_chain_of_soft_gates():
+    method, ids, weights = small_method("SPKV", "spkv", "--window", "8", "--hidden", "16")
+    with torch.no_grad():
+        for scorer in method.scorers:
+            scorer.w2.normal_(std=0.5)
+            scorer.b2.fill_(0.5)
+    exact, near, better = directional(method, ids, weights, list(method.scorers.parameters()))
+    assert abs(exact) > 1e-4
+    assert abs(exact - better) < 10 * abs(near - better) + 1e-3 * abs(exact)
+
+
+def test_a_resumed_run_has_the_same_weights(tmp_path):
+    whole, _ = run("SPKV", "spkv", tmp_path / "whole", *SMALL)
+    run("SPKV", "spkv", tmp_path / "parts", *SMALL, "--seconds", "1e-9")
+    for _ in range(5):
+        parts, _ = run("SPKV", "spkv", tmp_path / "parts", *SMALL, "--seconds", "1e-9", "--resume")
+    assert parts.step == whole.step == 6
+    for name, parameter in whole.method.named_parameters():
+        assert torch.equal(parameter, dict(parts.method.named_parameters())[name]), name
+
+
+def test_checkpoints_of_others_are_refused(tmp_path):
+    run("SPKV", "spkv", tmp_path, *SMALL, "--seconds", "1e-9")
+    with pytest.raises(SystemExit, match="--resume"):
+        run("SPKV", "spkv", tmp_path, *SMALL)
+    with pytest.raises(SystemExit, match="model"):
+        run("SPKV", "spkv", tmp_path, *SMALL, "--scratch-size", "64", "2", "2", "--resume")
+    with pytest.raises(SystemExit, match="--rate"):
+        run("SPKV", "spkv", tmp_path, *SMALL, "--rate", "0.5", "--resume")
+    with pytest.raises(SystemExit, match="--resume"):
+        run("SPKV", "spkv", tmp_path / "none", *SMALL, "--resume")
+
+
+def test_a_loss_that_is_not_finite_stops(tmp_path):
+    trainer = program("loop").Trainer
+    before = trainer.train_step
+
+    def spoil(self):
+        if self.step == 3:
+            with torch.no_grad():
+                self.method.scorers[1].b2[0] = float("nan")
+        return before(self)
+
+    trainer.train_step = spoil
+    try:
+        with pytest.raises((SystemExit, ValueError), match="step 3.*layer 1, head 0"):
+            run("SPKV", "spkv", tmp_path, *SMALL)
+    finally:
+        trainer.train_step = before
