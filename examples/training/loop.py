@@ -133,8 +133,8 @@ class Trainer:
     def __init__(self, method_class, options, ranks):
         self.options, self.ranks, self.began = options, ranks, time.monotonic()
         torch.manual_seed(options.seed)
-        model, tokenizer = make_model(method_class, options, ranks.device)
-        self.train_data, self.test_data = make_data(options, tokenizer)
+        model, self.tokenizer = make_model(method_class, options, ranks.device)
+        self.train_data, self.test_data = make_data(options, self.tokenizer)
         self.method = method_class(model, options).to(ranks.device)
         self.module = self.method
         if ranks.count > 1:
@@ -263,13 +263,18 @@ class Trainer:
                 "checkpoint of an earlier step stays, and a smaller --rate may help"
             )
 
+    def held_out(self):
+        """The held-out samples, (ids [1, S], weights [1, S]) each."""
+        for index in range(self.options.evaluate_samples):
+            yield self.batch(self.test_data, index, 1)
+
     @torch.no_grad()
     def evaluate(self):
         """Means over the held-out samples, the same in every call."""
         sums = {}
-        for index in range(self.options.evaluate_samples):
+        for sample in self.held_out():
             with self.precision():
-                found = self.method.evaluate(*self.batch(self.test_data, index, 1))
+                found = self.method.evaluate(*sample)
             for name, value in found.items():
                 sums[name] = sums.get(name, 0.0) + value / self.options.evaluate_samples
         return sums
@@ -315,6 +320,8 @@ class Trainer:
         """Writes the trained parts and what they are worth."""
         if self.ranks.rank:
             return
+        with torch.no_grad(), self.precision():
+            measures = self.method.measure(list(self.held_out()))
         metrics = {name: value for name, value in self.log[-1].items() if name not in ("step", "kind")}
         notes = {"method": self.method.name, "model": self.options.model, "seed": self.options.seed}
         notes |= {"steps": self.options.steps, "tokens": self.options.tokens, "batch": self.options.batch}
@@ -322,7 +329,9 @@ class Trainer:
         self.method.save(self.options.out / f"{self.method.name}.safetensors", notes)
         if self.method.trains(self.options):
             self.method.model.save_pretrained(self.options.out / "model")
-        record = {"identity": self.identity(), "metrics": metrics, "log": self.log}
+            if self.tokenizer is not None:
+                self.tokenizer.save_pretrained(self.options.out / "model")
+        record = {"identity": self.identity(), "metrics": metrics, "measures": measures, "log": self.log}
         (self.options.out / "metrics.json").write_text(json.dumps(record, indent=1) + "\n")
 
 

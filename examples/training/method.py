@@ -46,11 +46,18 @@ class Method(torch.nn.Module):
         groups = [{"params": self.own_parameters(), "lr": self.options.rate}]
         if self.trains(self.options):
             weights = list(self.model.parameters())
-            for decays in (True, False):
-                group = [p for p in weights if (p.dim() > 1) == decays]
-                decay = self.options.weight_decay if decays else 0.0
-                groups.append({"params": group, "lr": self.options.model_rate, "weight_decay": decay})
+            groups += self.decaying(weights, self.options.model_rate, self.options.weight_decay)
         return [group for group in groups if group["params"]]
+
+    @staticmethod
+    def decaying(parameters, rate, decay):
+        """Groups of torch.optim of one learning rate, where matrices decay and vectors do not."""
+        matrices = [p for p in parameters if p.dim() > 1]
+        vectors = [p for p in parameters if p.dim() <= 1]
+        return [
+            {"params": matrices, "lr": rate, "weight_decay": decay},
+            {"params": vectors, "lr": rate, "weight_decay": 0.0},
+        ]
 
     def attend(self, inputs):
         """The attention of one layer in training, [B, Hq, S, Dv]; keeps what the loss needs in
@@ -71,6 +78,11 @@ class Method(torch.nn.Module):
     def policy(self, layer):
         """The policy of one layer after training: hard gates."""
         raise NotImplementedError
+
+    def measure(self, samples):
+        """What a finished run is worth beyond evaluate(), a dictionary for metrics.json: sweeps. `samples`:
+        the held-out ones, (ids, weights) each."""
+        return {}
 
     def save(self, path, notes):
         """Writes the trained gates or scorers; `notes` go into the file."""

@@ -11,6 +11,7 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
 PAGES = ("pytorch.md", "pytorch-parts.md", "transformers.md", "several-gpus.md", "evaluation.md")
+PAGES += tuple(sorted(str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").glob("training/*.md")))
 
 
 def blocks():
