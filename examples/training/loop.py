@@ -18,7 +18,6 @@ import models
 import torch
 from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from transformers import get_cosine_schedule_with_warmup
 
 
 class Refused(SystemExit):
@@ -143,7 +142,7 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(
             self.method.parameter_groups(), betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0
         )
-        self.schedule = get_cosine_schedule_with_warmup(self.optimizer, options.warmup, options.steps)
+        self.schedule = self.method.schedule(self.optimizer)
         self.step, self.log = 0, []
         trained = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         self.trained = {name: p for name, p in self.method.named_parameters() if id(p) in trained}

@@ -4,6 +4,7 @@ import kvpolicy as kvp
 import torch
 from kvpolicy.training import attend_with, rope_of
 from torch.nn import functional
+from transformers import get_cosine_schedule_with_warmup
 
 
 class Method(torch.nn.Module):
@@ -58,6 +59,10 @@ class Method(torch.nn.Module):
             {"params": matrices, "lr": rate, "weight_decay": decay},
             {"params": vectors, "lr": rate, "weight_decay": 0.0},
         ]
+
+    def schedule(self, optimizer):
+        """The learning rates' schedule: warm-up and a cosine to 0, of all groups."""
+        return get_cosine_schedule_with_warmup(optimizer, self.options.warmup, self.options.steps)
 
     def attend(self, inputs):
         """The attention of one layer in training, [B, Hq, S, Dv]; keeps what the loss needs in
@@ -127,9 +132,11 @@ class Method(torch.nn.Module):
     def next_token_loss(logits, ids, weights):
         """The weighted mean cross-entropy, in nats, of each token given those before it."""
         wide = logits if logits.dtype == torch.float64 else logits.float()
-        nll = functional.cross_entropy(wide[:, :-1].transpose(1, 2), ids[:, 1:], reduction="none")
+        # The next tokens of all positions: no copy of the logits without the last.
+        targets = torch.cat((ids[:, 1:], ids[:, :1]), 1).flatten()
+        nll = functional.cross_entropy(wide.flatten(0, 1), targets, reduction="none").view(ids.shape)
         weights = weights[:, 1:]
-        return (nll * weights).sum() / weights.sum().clamp(min=1.0)
+        return (nll[:, :-1] * weights).sum() / weights.sum().clamp(min=1.0)
 
     @torch.no_grad()
     def evaluate(self, ids, weights):
