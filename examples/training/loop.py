@@ -16,6 +16,7 @@ import data
 import kvpolicy as kvp
 import models
 import torch
+from step_graph import StepGraph
 from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
@@ -53,6 +54,7 @@ def parser_of(method):
     add("--seconds", type=float, default=0.0, help="stop after this time with a checkpoint; 0: never")
     add("--resume", action="store_true", help="go on from the checkpoint in --out")
     add("--device", default=None, help="cpu or cuda; default: cuda where it is")
+    add("--cuda-graph", action="store_true", help="steps as CUDA graphs, where the method's steps are alike")
     add("--fp32", action="store_true", help="train in float32 on CUDA, not in bfloat16")
     method.add_options(parser)
     return parser
@@ -146,6 +148,8 @@ class Trainer:
         self.step, self.log = 0, []
         trained = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         self.trained = {name: p for name, p in self.method.named_parameters() if id(p) in trained}
+        graph = options.cuda_graph and ranks.device.type == "cuda" and ranks.count == 1
+        self.graph = StepGraph(self.trained.values()) if graph else None
 
     # ---- checkpoints ---------------------------------------------------------------------------------------
 
@@ -230,6 +234,20 @@ class Trainer:
             return contextlib.nullcontext()
         return torch.autocast("cuda", torch.bfloat16)
 
+    def pass_of(self, ids, weights):
+        """The losses of a forward pass, and the gradients of its backward pass."""
+
+        def compute(ids, weights):
+            with self.precision():
+                losses = self.module(ids, weights)
+            losses["loss"].backward()
+            return losses
+
+        if self.graph is not None:
+            return self.graph.run(compute, ids, weights, self.method.graph_key())
+        self.optimizer.zero_grad(set_to_none=True)
+        return compute(ids, weights)
+
     def train_step(self):
         """One step; returns its losses as numbers."""
         share = self.options.batch // self.ranks.count
@@ -237,16 +255,12 @@ class Trainer:
         ids, weights = self.batch(self.train_data, first, share)
         self.method.begin_step(self.step, self.options.steps)
         try:
-            with self.precision():
-                losses = self.module(ids, weights)
+            losses = self.pass_of(ids, weights)
         except ValueError as error:  # on the CPU the operators refuse a NaN score
             self.stop_if_broken(error)
             raise
-        loss = losses["loss"]
-        if not torch.isfinite(loss):
-            self.stop_if_broken(f"the loss is {loss.item()}", always=True)
-        self.optimizer.zero_grad(set_to_none=True)
-        loss.backward()
+        if not torch.isfinite(losses["loss"]):
+            self.stop_if_broken(f"the loss is {losses['loss'].item()}", always=True)
         norm = torch.nn.utils.clip_grad_norm_(self.trained.values(), self.options.clip)
         self.optimizer.step()
         self.schedule.step()

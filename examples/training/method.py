@@ -77,6 +77,11 @@ class Method(torch.nn.Module):
         """Before the forward pass of a step: schedules."""
         self.step, self.steps = step, steps
 
+    def graph_key(self):
+        """What the Python of a pass depends on, hashable: passes of one key can run as one CUDA graph. None:
+        each pass differs, or waits for the device."""
+        return None
+
     def end_step(self):
         """After the optimizer's step: controllers."""
 

@@ -46,6 +46,9 @@ class SPKV(Method):
         utility = torch.stack([torch.sigmoid(z.detach()).mean() for z in self.scores.values()]).mean()
         return {"loss": nll, "utility": utility}
 
+    def graph_key(self):
+        return "soft"
+
     def save(self, path, notes):
         scorers = kvp.Scorers(self.scorers, window=self.options.window, gamma_range=None)
         scorers.training_notes = notes

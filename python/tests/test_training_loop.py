@@ -1,5 +1,6 @@
 """The loop of the training programs, and the chain from the loss to a gate, by SP-KV's soft gates."""
 
+import kvpolicy as kvp
 import pytest
 import torch
 from training_cases import directional, program, run, small_method
@@ -58,3 +59,16 @@ def test_a_loss_that_is_not_finite_stops(tmp_path):
             run("SPKV", "spkv", tmp_path, *SMALL)
     finally:
         trainer.train_step = before
+
+
+@pytest.mark.skipif(
+    not (torch.cuda.is_available() and kvp.has_cuda()), reason="needs a GPU and the CUDA module"
+)
+def test_steps_as_a_cuda_graph_are_the_steps(tmp_path):
+    arguments = [*SMALL[:-2], "--device", "cuda", "--steps", "12", "--fp32", "--log-every", "1"]
+    plain, _ = run("SPKV", "spkv", tmp_path / "plain", *arguments)
+    graph, _ = run("SPKV", "spkv", tmp_path / "graph", *arguments, "--cuda-graph")
+    assert graph.graph.graph is not None
+    for name, parameter in plain.method.named_parameters():
+        found = dict(graph.method.named_parameters())[name]
+        torch.testing.assert_close(found, parameter, rtol=1e-4, atol=1e-5, msg=name)
