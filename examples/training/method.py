@@ -2,6 +2,7 @@
 
 import kvpolicy as kvp
 import torch
+from data import ANSWER_WEIGHT
 from kvpolicy.training import attend_with, rope_of
 from torch.nn import functional
 from transformers import get_cosine_schedule_with_warmup
@@ -145,13 +146,31 @@ class Method(torch.nn.Module):
 
     @torch.no_grad()
     def evaluate(self, ids, weights):
-        """Measures of one held-out batch under the policy: nll, dense nll, and the share of causal pairs that
-        queries see."""
+        """Measures of one held-out batch under the policy: nll, dense nll, the share of causal pairs that
+        queries see, and answers() where there are some."""
         self.scores, self.parts = {}, {}
-        hard = self.next_token_loss(self.logits(ids, self.attend_hard), ids, weights)
+        logits = self.logits(ids, self.attend_hard)
+        hard = self.next_token_loss(logits, ids, weights)
         pairs = torch.stack([kvp.density(mask).mean() for mask in self.parts.values()])
         dense = self.next_token_loss(self.logits(ids, self.dense), ids, weights)
-        return {"nll": hard.item(), "nll_dense": dense.item(), "visible": pairs.mean().item()}
+        found = {"nll": hard.item(), "nll_dense": dense.item(), "visible": pairs.mean().item()}
+        return {**found, **self.answers(logits, ids, weights)}
+
+    @staticmethod
+    def answers(logits, ids, weights):
+        """{"answers": the share of answer digits that the logits have right}; {} without retrieval
+        queries."""
+        asked = weights[:, 1:] == ANSWER_WEIGHT
+        if not asked.any():
+            return {}
+        right = logits[:, :-1].argmax(-1) == ids[:, 1:]
+        return {"answers": right[asked].float().mean().item()}
+
+    def cached(self):
+        """The share of keys that caches hold after the last pass under the policy."""
+        held = [kvp.live_keys(mask)[..., -1].double().mean() for mask in self.parts.values()]
+        length = next(iter(self.parts.values())).expiry.shape[-1]
+        return torch.stack(held).mean().item() / length
 
     def broken(self):
         """Where the last pass has a score that is not finite, as a phrase; None: nowhere."""
