@@ -17,8 +17,6 @@ from kvpolicy.training import attend_with
 from loop import parser_of, train
 from method import Method
 
-MEASURES = ("cached", "l2", "nll")  # of the frontier
-
 
 class WGKV(Method):
     name = "wgkv"
@@ -39,7 +37,7 @@ class WGKV(Method):
             type=float,
             nargs="*",
             default=[0.01, 0.05, 0.1, 0.2, 0.35, 0.5, 0.7],
-            help="thresholds that the last evaluation measures too",
+            help="thresholds that a finished run is measured at",
         )
 
     @classmethod
@@ -52,8 +50,7 @@ class WGKV(Method):
             kvp.WriteGateScorer(self.heads, self.head_dim, options.hidden, rope=self.rope)
             for _ in range(self.layers)
         )
-        self.steps, self.tau = options.steps, options.tau
-        (self.weight,) = options.sparsity_weight
+        self.tau, (self.weight,) = options.tau, options.sparsity_weight
 
     def parameter_groups(self):
         decay = self.options.weight_decay
@@ -91,28 +88,36 @@ class WGKV(Method):
 
     @torch.no_grad()
     def evaluate(self, ids, weights):
-        """Measures under hard gates: nll, visible pairs, the cache's size at the end over all keys, and the
-        distance of hidden states. The last evaluation measures all thresholds, as nll@0.05."""
+        """Measures under hard gates, as at_threshold()'s, and the dense nll."""
         truth, logits = self._states_and_logits(ids, self.dense)
-        found = {"nll_dense": self.next_token_loss(logits, ids, weights).item()}
-        others = self.options.frontier if self.step + 1 >= self.steps else []
-        for tau in dict.fromkeys((self.options.tau, *others)):
-            self.tau, self.scores, self.parts = tau, {}, {}
-            states, logits = self._states_and_logits(ids, self.attend_hard)
-            masks = self.parts.values()
-            numbers = {
-                "nll": self.next_token_loss(logits, ids, weights).item(),
-                "l2": kvp.l2_distillation(truth, states).item(),
-                "cached": self.cached(),
-                "visible": torch.stack([kvp.density(mask).mean() for mask in masks]).mean().item(),
-                **self.answers(logits, ids, weights),
-            }
-            if tau == self.options.tau:
-                found |= numbers
-            if tau in others:
-                found |= {f"{name}@{tau:g}": value for name, value in numbers.items()}
+        dense = self.next_token_loss(logits, ids, weights)
+        return {"nll_dense": dense.item(), **self.at_threshold(self.options.tau, truth, ids, weights)}
+
+    def at_threshold(self, tau, truth, ids, weights):
+        """Measures under the gates of one threshold: nll, answers(), the distance of hidden states from
+        `truth`, the share of keys that caches hold at the end, and that of the causal pairs that queries
+        see."""
+        self.tau, self.scores, self.parts = tau, {}, {}
+        states, logits = self._states_and_logits(ids, self.attend_hard)
         self.tau = self.options.tau
-        return found
+        pairs = torch.stack([kvp.density(mask).mean() for mask in self.parts.values()])
+        return {
+            "nll": self.next_token_loss(logits, ids, weights).item(),
+            "l2": kvp.l2_distillation(truth, states).item(),
+            "cached": self.cached(),
+            "visible": pairs.mean().item(),
+            **self.answers(logits, ids, weights),
+        }
+
+    def measure(self, samples):
+        """The frontier of this lambda: the means of at_threshold() by threshold."""
+        rows = {tau: {} for tau in self.options.frontier}
+        for ids, weights in samples:
+            truth, _ = self._states_and_logits(ids, self.dense)
+            for tau, row in rows.items():
+                for name, value in self.at_threshold(tau, truth, ids, weights).items():
+                    row[name] = row.get(name, 0.0) + value / len(samples)
+        return {"frontier": [{"lambda": self.weight, "tau": tau, **row} for tau, row in rows.items()]}
 
     def _states_and_logits(self, ids, attend):
         """Hidden states before the output layer, and logits."""
@@ -129,8 +134,8 @@ class WGKV(Method):
 
 
 def sweep(arguments=None):
-    """A run per lambda, in --out/lambda-VALUE; writes and prints the frontier of those that ended. --seconds
-    are those of all runs together."""
+    """A run per lambda, in --out/lambda-VALUE; prints the frontier of those that ended, and writes it to
+    frontier.json. --seconds are those of all runs together."""
     options = parser_of(WGKV).parse_args(arguments)
     began, rows = time.monotonic(), []
     arguments = sys.argv[1:] if arguments is None else list(arguments)
@@ -144,15 +149,15 @@ def sweep(arguments=None):
         trainer = train(WGKV, run)
         if trainer.step < options.steps:
             break
-        last = trainer.log[-1]
-        rows += [
-            {"lambda": weight, "tau": tau, **{name: last[f"{name}@{tau:g}"] for name in MEASURES}}
-            for tau in options.frontier
-        ]
+        if trainer.ranks.rank:
+            continue
+        record = json.loads((out / "metrics.json").read_text())
+        rows += record["measures"]["frontier"]
     (options.out / "frontier.json").write_text(json.dumps(rows, indent=1) + "\n")
-    print("   lambda      tau" + "".join(f"{name:>10}" for name in MEASURES))
-    for row in rows:
-        print("".join(f"{value:>9.4g}" + (" " if name in MEASURES else "") for name, value in row.items()))
+    for number, row in enumerate(rows):
+        if number == 0:
+            print("".join(f"{name:>10}" for name in row))
+        print("".join(f"{value:>10.4g}" for value in row.values()))
     return rows
 
 

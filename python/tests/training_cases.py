@@ -77,3 +77,24 @@ def run(class_name, module, out, *arguments):
     with contextlib.redirect_stdout(printed):
         trainer = program("loop").train(getattr(program(module), class_name), ["--out", str(out), *arguments])
     return trainer, printed.getvalue()
+
+
+@torch.no_grad()
+def drawn(module, spreads, *, noise=0.0, seed=7):
+    """Draws the parameters whose last name is in `spreads` from normals of those spreads, and adds `noise`
+    to the others."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, p in module.named_parameters():
+        spread = spreads.get(name.rpartition(".")[2])
+        normal = torch.randn(p.shape, generator=generator).to(p)
+        p.copy_(p + noise * normal if spread is None else spread * normal)
+
+
+def gradients_on(device, make):
+    """The loss of a method on a device and its gradients, on the CPU. make() returns (method, ids,
+    weights)."""
+    method, ids, weights = make()
+    method.to(device)
+    parameters = [p for p in method.parameters() if p.requires_grad]
+    loss = method(ids.to(device), weights.to(device))["loss"]
+    return [loss.detach().cpu(), *(g.cpu() for g in torch.autograd.grad(loss, parameters))]
