@@ -133,7 +133,7 @@ class WGKV(Method):
         scorers.save(path)
 
 
-def sweep(arguments=None):
+def train_grid(arguments=None):
     """A run per lambda, in --out/lambda-VALUE; prints the frontier of those that ended, and writes it to
     frontier.json. --seconds are those of all runs together."""
     options = parser_of(WGKV).parse_args(arguments)
@@ -162,4 +162,4 @@ def sweep(arguments=None):
 
 
 if __name__ == "__main__":
-    sweep()
+    train_grid()

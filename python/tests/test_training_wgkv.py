@@ -1,5 +1,5 @@
 """WG-KV's training: the chain from the distance of hidden states to a write gate, one step against the
-paper's formulas, the sweep."""
+paper's formulas, the grid of lambdas."""
 
 import json
 
@@ -26,11 +26,11 @@ def method_of(*arguments, **sizes):
 @pytest.mark.parametrize("scope", ["all", "decided"])
 def test_the_chain_of_write_gates(scope):
     method, ids, weights = method_of("--scope", scope)
-    # Scorers read parameters as float32 and log-biases are float32. An error of 2^-24 in each moves the
-    # loss by at most 2^-24 times what all of them together move it, and a difference by that over the step.
+    # Scorers read parameters as float32, so p is off by up to 2^-25 |p|. That moves the loss by at most 2^-25
+    # sum |p dL/dp|, which is 2.3 here, and float32 log-biases by less; a difference by that over the step.
     exact, near, better = directional(method, ids, weights, list(method.scorers.parameters()), step=2**-8)
-    assert abs(exact) > 1e-3
-    assert abs(exact - better) < 10 * abs(near - better) + 2**-24 * 2**8 * 10
+    assert abs(exact) > 0.1
+    assert abs(exact - better) < 2 * abs(near - better) + 2**-24 * 2.3 * 2**8
 
 
 def test_one_step_is_the_paper():
@@ -99,12 +99,12 @@ def test_training_on_cuda_is_that_of_the_host(device):
         assert (mine - other).norm() < 1e-4 * other.norm()
 
 
-def test_the_sweep(tmp_path):
-    """A folder per lambda, one table, and files that a cache reads; an interrupted sweep goes on."""
-    sweep = program("wgkv").sweep
+def test_the_grid_of_lambdas(tmp_path):
+    """A folder per lambda, one table, and files that a cache reads; an interrupted grid goes on."""
+    train_grid = program("wgkv").train_grid
     arguments = [*SMALL, "--sparsity-weight", "0.1", "0.4", "--frontier", "0.3", "0.6"]
-    assert sweep([*arguments, "--out", str(tmp_path), "--seconds", "1e-9"]) == []
-    rows = sweep([*arguments, "--out", str(tmp_path), "--resume"])
+    assert train_grid([*arguments, "--out", str(tmp_path), "--seconds", "1e-9"]) == []
+    rows = train_grid([*arguments, "--out", str(tmp_path), "--resume"])
     assert [(row["lambda"], row["tau"]) for row in rows] == [(0.1, 0.3), (0.1, 0.6), (0.4, 0.3), (0.4, 0.6)]
     assert json.loads((tmp_path / "frontier.json").read_text()) == rows
     assert all(row["cached"] <= 1 and row["l2"] >= 0 for row in rows)
