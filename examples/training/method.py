@@ -91,7 +91,7 @@ class Method(torch.nn.Module):
         raise NotImplementedError
 
     def measure(self, samples):
-        """What a finished run is worth beyond evaluate(), a dictionary for metrics.json: sweeps. `samples`:
+        """What a finished run is worth beyond evaluate(), a dictionary for metrics.json. `samples`:
         the held-out ones, (ids, weights) each."""
         return {}
 
