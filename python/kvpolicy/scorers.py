@@ -16,7 +16,8 @@ from kvpolicy._native import Operator
 
 # ---- operators ---------------------------------------------------------------------------------------------
 
-# sizes: hidden, d_qk, d_v, delay, rope_layout, rope_dims, norm. numbers: gate_softcap, rope_base.
+# sizes: hidden, d_qk, d_v, delay, rope_layout, rope_dims, norm. numbers: gate_softcap, rope_base. With
+# dropout its seed follows the sizes, its rate the numbers.
 _SCORER = "str kind, int[] sizes, float[] numbers, Tensor? frequencies"
 _SEQUENCES = "Tensor? lengths, Tensor? cu_seqlens"
 
@@ -226,6 +227,10 @@ class Scorer(nn.Module):
         sizes = [*self.sizes(), rope.layout_number, rope.dims, self.norm_number]
         return sizes, [self.gate_softcap, float(rope.base)], rope.frequencies
 
+    def pass_numbers(self):
+        """Those of a forward pass in the module's mode."""
+        return self.call_numbers()
+
     def _apply(self, move, *arguments, **options):
         super()._apply(move, *arguments, **options)
         if self.rope is not None and self.rope.frequencies is not None:
@@ -249,7 +254,7 @@ class Scorer(nn.Module):
         parameters, k and v. On CUDA the work is enqueued on the current stream."""
         parameters = [getattr(self, name) for name in self.names]
         parameters = [k.new_empty(0, dtype=torch.float32) if p is None else p for p in parameters]
-        return _score_operator(k, v, parameters, self.kind, *self.call_numbers(), lengths, cu_seqlens)
+        return _score_operator(k, v, parameters, self.kind, *self.pass_numbers(), lengths, cu_seqlens)
 
 
 class LinearScorer(Scorer):
@@ -331,7 +336,11 @@ class ConvScorer(Scorer):
     the policy's window as delay scores those that leave it. Scores are the same. Shapes: w_l [heads, C_l, 3,
     C_(l-1)] with C_0 = Dk + Dv and C_l = C_(l-1) // 2, b_l [heads, C_l], readout [heads, C_3], readout_bias
     [heads]. w_l starts normal with variance 2 / (3 C_(l-1)) and readout_bias at 1, so that gates start open
-    (3.1.2); the rest at 0. `rope`: None for keys without RoPE."""
+    (3.1.2); the rest at 0. `rope`: None for keys without RoPE.
+
+    `dropout`, an attribute: in training mode each number of y_1, y_2 and y_3 is 0 with this probability,
+    at least 0 and below 1, and else divided by 1 - dropout. The same `dropout_seed`, 0 to 2^31 - 1, drops
+    the same ones."""
 
     kind = "conv"
     names = ("w1", "b1", "w2", "b2", "w3", "b3", "readout", "readout_bias")
@@ -345,6 +354,7 @@ class ConvScorer(Scorer):
         if rope is not None and not isinstance(rope, Rope):
             raise ValueError(f"rope: {rope!r} is not allowed; it must be a Rope, or None")
         self.delay, self.rope = delay, rope
+        self.dropout, self.dropout_seed = 0.0, 0
         channels = [self.input_size >> layer for layer in range(4)]
         if channels[3] < 1:
             raise ValueError(f"head_dim: {head_dim} is not allowed; Dk + Dv is halved three times")
@@ -357,6 +367,12 @@ class ConvScorer(Scorer):
 
     def sizes(self):
         return [0, 0, 0, self.delay]
+
+    def pass_numbers(self):
+        sizes, numbers, frequencies = self.call_numbers()
+        if self.training and self.dropout:
+            sizes, numbers = [*sizes, self.dropout_seed], [*numbers, float(self.dropout)]
+        return sizes, numbers, frequencies
 
 
 class UtilityPredictor(nn.Module):

@@ -108,7 +108,7 @@ void call_future_mass(Stream stream, Device device, Object q, Object k, Object l
 }
 
 /// `scorer` is (kind, sizes, numbers, frequencies) with the sizes (hidden, d_qk, d_v, delay, rope_layout,
-/// rope_dims, norm) and the numbers (gate_softcap, rope_base).
+/// rope_dims, norm) and the numbers (gate_softcap, rope_base); a seed and a rate of dropout may follow.
 ScoreArgs score_args(const Reader& read, const nb::tuple& scorer, Object k, Object v,
                      const nb::list& parameters, const nb::tuple& sequences, Object scores) {
     ScoreArgs args;
@@ -120,6 +120,9 @@ ScoreArgs score_args(const Reader& read, const nb::tuple& scorer, Object k, Obje
     args.hidden = sizes.at(0), args.d_qk = sizes.at(1), args.d_v = sizes.at(2), args.delay = sizes.at(3);
     args.rope_layout = sizes.at(4), args.rope_dims = sizes.at(5), args.norm = sizes.at(6);
     args.gate_softcap = numbers.at(0), args.rope_base = numbers.at(1);
+    if (numbers.size() > 2) {
+        args.dropout = numbers.at(2), args.dropout_seed = static_cast<std::uint64_t>(sizes.at(7));
+    }
     args.frequencies = read("frequencies", scorer[3]);
     args.sequences = read.sequences(sequences);
     args.scores = read("scores", scores);

@@ -89,6 +89,8 @@ struct ScoreArgs {
     std::int32_t rope_layout = 0,
                  rope_dims = 0;  // how keys are rotated: a rope_layout, and of how many numbers
     float rope_base = 10000.0f;
+    float dropout = 0.0f;  // of conv in training: the rate, and what its draws depend on
+    std::uint64_t dropout_seed = 0;
     Tensor frequencies;  // [dims / 2] fp32, or None
     SequenceTensors sequences;
     Tensor scores;                     // [B, Hkv, S], fp32, fp64 for fp64 rows; backward: its gradient

@@ -75,12 +75,14 @@ template <class T>
 std::size_t score(const Context& ctx, const ScoreArgs& args, const workspace_view* workspace) {
     const auto k = rows_of<const T>(args.k), v = rows_of<const T>(args.v);
     const Sequences sequences = sequences_of(args.sequences, k.batch, k.length);
+    BasicScoreOptions<compute_t<T>> options;
+    options.dropout = {args.dropout, args.dropout_seed};
     return with_scorer(args, [&](const auto& scorer) -> std::size_t {
         if (workspace == nullptr) {
-            return score_sequence_workspace_bytes(ctx, scorer, k, v, sequences);
+            return score_sequence_workspace_bytes(ctx, scorer, k, v, sequences, options);
         }
         score_sequence(ctx, scorer, k, v, sequences, args.delay, plane_of<compute_t<T>>(args.scores),
-                       *workspace);
+                       *workspace, options);
         return 0;
     });
 }
@@ -91,6 +93,7 @@ std::size_t score_backward(const Context& ctx, const ScoreArgs& args, const work
     ScoreBackward<T> call{rows_of<const T>(args.k), rows_of<const T>(args.v)};
     call.sequences = sequences_of(args.sequences, call.k.batch, call.k.length);
     call.delay = args.delay;
+    call.dropout = {args.dropout, args.dropout_seed};
     call.d_scores = plane_of<const Real>(args.scores);
     if (args.d_k.given) {
         call.d_k = rows_of<Real>(args.d_k);

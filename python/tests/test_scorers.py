@@ -95,6 +95,29 @@ def test_scores_and_gradients_are_the_formula(kind, options, dtype, device, comp
         assert (v.grad == 0).all()
 
 
+def test_dropout_of_conv(device):
+    """One seed drops the same numbers in both passes; another seed, and evaluation, do not."""
+    scorer = randomize(make("conv")).to(device)
+    k, v = (torch.randn(2, H, S, d, device=device) for d in (DK, DV))
+    plain = scorer(k, v)
+    scorer.dropout, scorer.dropout_seed = 0.5, 7
+    dropped = scorer(k, v)
+    assert torch.equal(dropped, scorer(k, v)) and not torch.equal(dropped, plain)
+    assert torch.equal(scorer.eval()(k, v), plain)
+    scorer.train().dropout_seed = 8
+    assert not torch.equal(dropped, scorer(k, v))
+    scorer.dropout = 1.0
+    with pytest.raises(ValueError, match="dropout.rate: 1 is not allowed"):
+        scorer(k, v)
+
+
+def test_gradient_under_dropout():
+    scorer = randomize(make("conv"))
+    scorer.dropout, scorer.dropout_seed = 0.5, 7
+    k, v = (torch.randn(1, H, 20, d, dtype=torch.float64, requires_grad=True) for d in (DK, DV))
+    assert torch.autograd.gradcheck(lambda k, v: scorer(k, v)[..., :7], (k, v), eps=1e-6, atol=1e-7)
+
+
 def by_formula(scorer, k, v, weights, real, **stored):
     """{name: number} in float64: the formula's scores, and the gradients of their sum times `weights`."""
     named = {"k": k, "v": v} | {name: getattr(scorer, name) for name in scorer.names}
