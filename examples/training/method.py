@@ -173,9 +173,11 @@ class Method(torch.nn.Module):
         return torch.stack(held).mean().item() / length
 
     def broken(self):
-        """Where the last pass has a score that is not finite, as a phrase; None: nowhere."""
+        """Where the last pass has a score that is not finite, as a phrase; None: nowhere. -infinity is the
+        entry of a key without a score."""
         for layer, scores in sorted(self.scores.items()):
-            heads = (~scores.detach().isfinite()).any(-1).any(0).nonzero().flatten().tolist()
+            bad = scores.detach().isnan() | (scores.detach() == float("inf"))
+            heads = bad.any(-1).any(0).nonzero().flatten().tolist()
             if heads:
                 return f"the scores of layer {layer}, head {heads[0]} are not finite"
         for name, parameter in self.named_parameters():
