@@ -401,10 +401,11 @@ class UtilityPredictor(nn.Module):
 
     def forward(self, states):
         """Scores [B, Hkv, S], float32 (float64 for float64 states), from hidden states [B, S, width]. The
-        first product has the states' dtype."""
+        first product has the states' dtype, under autocast too."""
         real = _real(states)
-        inner = nn.functional.linear(states, self.w1.to(states.dtype)).to(real) + self.b1.to(real)
-        scores = nn.functional.linear(nn.functional.silu(inner), self.w2.to(real), self.b2.to(real))
+        with torch.autocast(states.device.type, enabled=False):
+            inner = nn.functional.linear(states, self.w1.to(states.dtype)).to(real) + self.b1.to(real)
+            scores = nn.functional.linear(nn.functional.silu(inner), self.w2.to(real), self.b2.to(real))
         return scores.transpose(1, 2).contiguous()
 
 

@@ -321,6 +321,8 @@ def test_utility_predictor(device, tmp_path):
     torch.testing.assert_close(predictor(states), (inner @ predictor.w2.T + predictor.b2).transpose(1, 2))
     half = predictor(states.bfloat16())
     assert half.dtype == torch.float32 and half.shape == (2, H, S)
+    with torch.autocast(device.type, torch.bfloat16):
+        assert torch.equal(predictor(states.bfloat16()), half)
     # Inputs and weights are rounded to bfloat16: 2 u / sqrt(3) in the norm, u = 2^-9; twice that for few
     # numbers.
     exact = predictor(states).detach()
