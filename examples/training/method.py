@@ -120,10 +120,16 @@ class Method(torch.nn.Module):
     @staticmethod
     def dense(inputs):
         """Causal attention, of the layer's own window where it has one."""
-        return kvp.attend(inputs.q, inputs.k, inputs.v, **inputs.numbers)
+        mask = None
+        if inputs.window is not None:
+            mask = kvp.build_mask(kvp.Policy(kvp.Window(inputs.window)), inputs.k[..., 0])
+        return kvp.attend(inputs.q, inputs.k, inputs.v, mask, **inputs.numbers)
 
     def attend_hard(self, inputs):
-        """The attention of one layer under its policy; keeps the mask in self.parts."""
+        """The attention of one layer under its policy; keeps the mask in self.parts. A layer with a window of
+        its own keeps that."""
+        if inputs.window is not None:
+            return self.dense(inputs)
         policy = self.policy(inputs.layer)
         scores = self.score(inputs) if policy.ranked else inputs.k[..., 0]
         mask = kvp.build_mask(policy, scores)

@@ -171,7 +171,7 @@ class SPKV(Method):
 
     def attend(self, inputs):
         gate = self.gate(inputs.layer)
-        if gate is None:  # keys below the threshold expire, and attention skips them
+        if gate is None or inputs.window is not None:  # attention skips keys that expire
             return self.attend_hard(inputs)
         scores = self.scores[inputs.layer] = self.score(inputs)
         mask = self.parts[inputs.layer] = kvp.build_log_bias(self.policy(inputs.layer), gate, scores)
@@ -182,7 +182,7 @@ class SPKV(Method):
         utility = torch.stack([torch.sigmoid(z.detach()).mean() for z in self.scores.values()]).mean()
         losses = {"loss": nll, "nll": nll.detach(), "utility": utility, "density": self.open_share().mean()}
         if self.options.density and self.hard_step() < 0:
-            share = self.options.density / self.layers
+            share = self.options.density / len(self.scores)
             terms = [kvp.gate_density(self.policy(0), z, scale=share) for z in self.scores.values()]
             losses["loss"] = nll + sum(terms)
         return losses
@@ -190,7 +190,8 @@ class SPKV(Method):
     # ---- what a run is worth -------------------------------------------------------------------------------
 
     def open_share(self):
-        """Eq. 8 by layer and head, [L, Hkv]: the share of the last pass's keys with open gates."""
+        """Eq. 8 by layer and head, [L, Hkv]: the share of the last pass's keys with open gates. L counts the
+        layers that have gates."""
         (threshold,) = self.policy(0).thresholds
         scores = torch.stack([z.detach().float() for _, z in sorted(self.scores.items())])
         return (scores >= threshold).double().mean((1, 3))

@@ -3,6 +3,7 @@
 import kvpolicy as kvp
 import pytest
 import torch
+import transformers
 from training_cases import directional, program, run, small_method
 
 SMALL = ["--model", "scratch", "--scratch-size", "32", "2", "2", "--kv-heads", "1", "--task", "recall"]
@@ -72,3 +73,26 @@ def test_steps_as_a_cuda_graph_are_the_steps(tmp_path):
     for name, parameter in plain.method.named_parameters():
         found = dict(graph.method.named_parameters())[name]
         torch.testing.assert_close(found, parameter, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_layers_keep_a_window_of_their_own():
+    """Local and global layers: the model's own attention, and gates in global layers alone (SP-KV, 3.3)."""
+    method, ids, weights = small_method("SPKV", "spkv", "--window", "8", "--hidden", "8")
+    config = transformers.Qwen2Config(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        use_sliding_window=True,
+        sliding_window=5,
+        layer_types=["sliding_attention", "full_attention"],
+    )
+    method.model = transformers.Qwen2ForCausalLM(config)
+    method.scorers.float()
+    with torch.no_grad():
+        torch.testing.assert_close(method.logits(ids, method.dense), method.model(ids).logits)
+        assert method.evaluate(ids, weights)["density"] == 1
+        method(ids, weights)
+    assert list(method.scores) == list(method.parts) == [1]
