@@ -1,0 +1,283 @@
+#!/usr/bin/env python3
+"""One training step of a model of SmolLM2-135M's shape with random weights: forward, loss, backward and AdamW
+(fused), with float32 weights under bfloat16 autocast. Rows:
+
+  dense                     transformers' SDPA, next-token loss, all weights: the others are relative to it
+  SP-KV, soft gates         predictors and all weights by the same loss; every key outside the window of 128
+                            has a log-bias
+  SP-KV, hard, runs         frozen predictors; 25% of the keys of each head are open, in runs of 16 on average
+  SP-KV, hard, random       the same share, drawn independently
+  KVpop, all weights        algorithm 1: dense teacher (bf16), student on its own sparse states of 2048
+                            entries per head, KL over the top 256, target, boundary loss of 1024 positions
+                            per head; MLP scorers
+  KVpop, mLSTM, all weights the same with delayed mLSTM scorers
+  KVpop, scorers only       the frozen model in bf16, whose forward pass is one of sparse states; target,
+                            boundary loss
+
+Rounds are interleaved: each runs one step of every row. Times are of the wall clock between
+synchronizations; gpu_ms is measured by events. peak_bytes is that of torch's allocator in a step of its own
+alone: weights, optimizer, gradients and activations. --profile prints the CUDA operations that take most
+time. Prints one JSON object; --out writes it to a file too.
+"""
+
+import argparse
+import gc
+import json
+import pathlib
+import statistics
+import sys
+import time
+
+import torch
+import transformers
+
+import kvpolicy as kvp
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "examples" / "training"))
+
+from kvpop import KVpop  # noqa: E402
+from loop import parser_of  # noqa: E402
+from method import Method  # noqa: E402
+
+SHAPE = {
+    "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
+    "num_attention_heads": 9, "num_key_value_heads": 3, "max_position_embeddings": 65536,
+    "rope_theta": 100000.0, "tie_word_embeddings": True, "bos_token_id": None, "eos_token_id": None,
+}
+WINDOW, TAU, OPEN, RUN = 128, 0.5, 0.25, 16
+
+
+class Dense(Method):
+    """transformers' own attention."""
+
+    name = "dense"
+
+    @classmethod
+    def trains(cls, options):
+        return True
+
+    def loss(self, ids, weights):
+        logits = self.model(input_ids=ids, use_cache=False).logits
+        return {"loss": self.next_token_loss(logits, ids, weights)}
+
+
+class SoftGates(Dense):
+    """SP-KV's joint training."""
+
+    name = "soft"
+
+    def __init__(self, model, options):
+        super().__init__(model, options)
+        self.scorers = torch.nn.ModuleList(
+            kvp.UtilityPredictor(self.heads, self.width, 64) for _ in range(self.layers)
+        )
+
+    def loss(self, ids, weights):
+        return {"loss": self.next_token_loss(self.logits(ids, self.attend), ids, weights)}
+
+    def attend(self, inputs):
+        scores = self.scorers[inputs.layer](inputs.states)
+        mask = kvp.build_log_bias(kvp.SPKV(WINDOW, tau=TAU), kvp.SoftGate(), scores)
+        return kvp.attend(inputs.q, inputs.k, inputs.v, mask, **inputs.numbers)
+
+
+class HardGates(SoftGates):
+    """Hard gates after the predictors are frozen. Random predictors open no quarter, so `given` logits are
+    added to what they compute, times 0."""
+
+    def __init__(self, model, options, runs):
+        super().__init__(model, options)
+        self.scorers.requires_grad_(False)
+        shape = (self.layers, options.batch, self.heads, options.tokens)
+        self.given = open_gates(shape, runs).to(model.device)
+
+    def own_parameters(self):
+        return []
+
+    def attend(self, inputs):
+        with torch.no_grad():
+            scores = 0.0 * self.scorers[inputs.layer](inputs.states) + self.given[inputs.layer]
+        mask = kvp.build_mask(kvp.SPKV(WINDOW, tau=TAU), scores)
+        return kvp.attend(inputs.q, inputs.k, inputs.v, mask, **inputs.numbers)
+
+
+def open_gates(shape, runs):
+    """Logits, a share OPEN of which is above 0: in runs of RUN keys on average, a Markov chain, or drawn
+    independently."""
+    if not runs:
+        return torch.where(torch.rand(shape) < OPEN, 1.0, -1.0)
+    ends, begins = 1 / RUN, OPEN / (1 - OPEN) / RUN
+    state, draw = torch.rand(shape[:-1]) < OPEN, torch.rand(shape)
+    gates = torch.empty(shape)
+    for t in range(shape[-1]):
+        state = torch.where(state, draw[..., t] >= ends, draw[..., t] < begins)
+        gates[..., t] = torch.where(state, 1.0, -1.0)
+    return gates
+
+
+class Row:
+    """A method with its model and optimizer."""
+
+    def __init__(self, name, make, arguments, *options, autocast=True):
+        parser = parser_of(KVpop)
+        base = ["--out", "unused", "--tokens", str(arguments.tokens), "--batch", str(arguments.batch)]
+        self.name, self.autocast, self.options = name, autocast, parser.parse_args([*base, *options])
+        torch.manual_seed(1)
+        config = transformers.LlamaConfig(**SHAPE)
+        config.num_hidden_layers = arguments.layers
+        with torch.device(arguments.device):
+            model = transformers.AutoModelForCausalLM.from_config(
+                config, dtype=torch.float32 if autocast else torch.bfloat16, attn_implementation="sdpa"
+            )
+        self.method = make(model, self.options).to(arguments.device)
+        cuda = arguments.device == "cuda"
+        self.optimizer = torch.optim.AdamW(self.method.parameter_groups(), betas=(0.9, 0.95), fused=cuda)
+        self.trained = [p for group in self.optimizer.param_groups for p in group["params"]]
+        self.device, self.step_number = arguments.device, 0
+
+    def step(self, ids, weights):
+        self.method.begin_step(self.step_number, 1 << 20)
+        with torch.autocast(self.device, torch.bfloat16, enabled=self.autocast):
+            loss = self.method(ids, weights)["loss"]
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.trained, 1.0, foreach=True)
+        self.optimizer.step()
+        self.step_number += 1
+        return loss
+
+
+def rows_of(arguments):
+    kvpop = ["--budgets", str(arguments.entries), "--train-model"]
+    mlstm = ["--scorer", "mlstm"]
+    makers = {
+        "dense": (Dense,),
+        "SP-KV, soft gates": (SoftGates,),
+        "SP-KV, hard, runs": (lambda m, o: HardGates(m, o, True),),
+        "SP-KV, hard, random": (lambda m, o: HardGates(m, o, False),),
+        "KVpop, all weights": (KVpop, *kvpop),
+        "KVpop, mLSTM, all weights": (KVpop, *kvpop, *mlstm),
+        "KVpop, scorers only": (KVpop, *kvpop[:2]),
+        "KVpop, mLSTM, scorers only": (KVpop, *kvpop[:2], *mlstm),
+    }
+    wanted = arguments.only or list(makers)
+    for name in wanted:
+        make, *options = makers[name]
+        yield Row(name, make, arguments, *options, autocast="scorers only" not in name)
+
+
+class Events:
+    """GPU time and wall time of a call, in ms."""
+
+    def __init__(self, device):
+        self.cuda = device == "cuda"
+
+    def synchronize(self):
+        if self.cuda:
+            torch.cuda.synchronize()
+
+    def __call__(self, call):
+        self.synchronize()
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if self.cuda else None
+        begin = time.perf_counter()
+        if marks:
+            marks[0].record()
+        call()
+        if marks:
+            marks[1].record()
+        self.synchronize()
+        wall = (time.perf_counter() - begin) * 1e3
+        return wall, marks[0].elapsed_time(marks[1]) if marks else wall
+
+
+def peaks(rows, batch):
+    """Each row's peak: what is allocated without the other rows' tensors, and what a step adds."""
+    others = {row.name: state_bytes(row) for row in rows}
+    for row in rows:
+        row.optimizer.zero_grad(set_to_none=True)
+    found = {}
+    for row in rows:
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        row.step(*batch)
+        found[row.name] = others[row.name] + torch.cuda.max_memory_allocated() - before
+        row.optimizer.zero_grad(set_to_none=True)
+    return found
+
+
+def state_bytes(row):
+    """Bytes of weights, buffers and the optimizer's state."""
+    tensors = [*row.method.parameters(), *row.method.buffers()]
+    tensors += [x for state in row.optimizer.state.values() for x in state.values() if torch.is_tensor(x)]
+    return sum(x.numel() * x.element_size() for x in {id(x): x for x in tensors}.values())
+
+
+def profile(row, batch, top):
+    """The operations of one step that take most of the GPU's time."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as record
+
+    with record(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
+        row.step(*batch)
+        torch.cuda.synchronize()
+    events = [e for e in found.key_averages() if str(e.device_type).endswith("CUDA")]
+    events = [e for e in events if not getattr(e, "is_user_annotation", False)]
+    events = sorted(events, key=lambda e: -e.self_device_time_total)
+    total = sum(e.self_device_time_total for e in events)
+    print(f"---- {row.name}: {total / 1e3:.2f} ms of kernels", file=sys.stderr)
+    for e in events[:top]:
+        print(f"{e.self_device_time_total / 1e3:9.3f} ms {e.count:5d} x  {e.key[:110]}", file=sys.stderr)
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", help="also write the JSON here")
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--layers", type=int, default=30)
+    parser.add_argument("--entries", type=int, default=2048, help="of KVpop, per KV head")
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--only", nargs="+", help="names of rows")
+    parser.add_argument("--profile", type=int, default=0, metavar="TOP", help="operations to print per row")
+    parser.add_argument("--device", default="cuda")
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    ids = torch.randint(SHAPE["vocab_size"], (arguments.batch, arguments.tokens), device=arguments.device)
+    batch, rows, timed = (ids, torch.ones(ids.shape, device=ids.device)), [], Events(arguments.device)
+    for row in rows_of(arguments):
+        rows.append(row)
+        for _ in range(2):  # loads kernels, makes the optimizer's state
+            loss = row.step(*batch)
+        print(f"{row.name}: loss {loss.item():.4f}", file=sys.stderr, flush=True)
+    times = {row.name: [] for row in rows}
+    for number in range(arguments.rounds):
+        for row in rows if number % 2 == 0 else reversed(rows):
+            times[row.name].append(timed(lambda row=row: row.step(*batch)))
+    peak = peaks(rows, batch) if arguments.device == "cuda" else {}
+    card = torch.cuda.get_device_name() if arguments.device == "cuda" else "CPU"
+    result = {"card": card, "torch": torch.__version__, "transformers": transformers.__version__}
+    result |= {"tokens": arguments.tokens, "batch": arguments.batch, "layers": arguments.layers, "rows": []}
+    base = None
+    for row in rows:
+        wall, gpu = zip(*times[row.name])
+        found = {"name": row.name, "ms_min": min(wall), "ms_median": statistics.median(wall)}
+        found |= {"gpu_ms_min": min(gpu), "gpu_ms_median": statistics.median(gpu)}
+        base = base or found
+        found |= {f"{key}_of_dense": found[key] / base[key] for key in ("ms_min", "ms_median")}
+        found |= {"peak_bytes": peak.get(row.name)}
+        result["rows"].append(found)
+    text = json.dumps(result, indent=1)
+    print(text, flush=True)
+    if arguments.out:
+        pathlib.Path(arguments.out).write_text(text + "\n")
+    if arguments.profile:
+        for row in rows:
+            profile(row, batch, arguments.profile)
+
+
+if __name__ == "__main__":
+    main()

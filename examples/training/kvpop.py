@@ -1,0 +1,198 @@
+#!/usr/bin/env python3
+"""KVpop, algorithm 1: scorers learn at the boundary of a budget which keys later queries will read, while
+the model reads the sparse attention that the scorers choose.
+
+    kvpop.py --text build/corpus/corpus.tar.xz --pairs 32 --tokens 4096 --out build/kvpop
+    kvpop.py --train-model --text build/corpus/corpus.tar.xz --tokens 4096 --out build/kvpop-all
+
+The first trains scorers beside a frozen model, the second the model's weights as well, which a dense copy
+teaches. The boundary loss reaches scorers and decay alone: their inputs are detached (3.3)."""
+
+import kvpolicy as kvp
+import torch
+from distilled import Distilled
+from loop import train
+
+
+class KVpop(Distilled):
+    name = "kvpop"
+
+    @staticmethod
+    def add_options(parser):
+        Distilled.add_options(parser)
+        add = parser.add_argument
+        add("--train-model", action="store_true", help="train the model's weights as well")
+        add("--scorer", choices=("mlp", "mlstm"), default="mlp")
+        add("--immediate", action="store_true", help="score the mLSTM at insertion, not at window exit")
+        add("--hidden", type=int, default=128, help="of the MLP")
+        add("--norm", action="store_true", help="RMS norm of the mLSTM's readout")
+        add("--skip", action="store_true", help="skip connection of the mLSTM's readout")
+        add("--window", type=int, default=64)
+        add("--gamma-range", type=float, nargs=2, default=(0.999, 0.999999), metavar=("MIN", "MAX"))
+        add("--decay-rate", type=float, default=2e-2, help="learning rate of the decay's alpha")
+        add("--no-decay", action="store_true", help="gamma = 1")
+        add("--beta", type=float, default=1.0, help="tempering of the target; 1 is the paper's mean")
+        add("--look-ahead", type=int, default=None, help="queries after the window that count; default: all")
+        add("--aggregate", choices=("max", "mean"), default="max", help="of a KV head's query heads")
+        add("--total-mass", action="store_true", help="do not divide the target by its number of queries")
+        add("--dense-normalizer", action="store_true", help="the exact target, not the sparse pass's (D.3)")
+        add("--dense-states", action="store_true", help="off-policy: layers read dense attention")
+        add("--positions", type=int, default=1024, help="of the boundary loss, per sample and head; 0: all")
+        add("--late", type=float, default=0.5, help="share of the positions drawn late (B.6)")
+        add("--temperature", type=float, default=1.0, help="tau of the boundary loss")
+        add("--omega-min", type=float, default=0.0, help="least weight by margin (B.4); 1: no weights")
+        add("--no-balance", action="store_true", help="do not balance keeps and drops (B.5)")
+        add("--score-weight", type=float, default=1.0, help="of the boundary loss beside the KL")
+
+    @classmethod
+    def trains(cls, options):
+        return options.train_model
+
+    def __init__(self, model, options):
+        super().__init__(model, options)
+        self.scorers = kvp.Scorers(
+            [self.make_scorer() for _ in range(self.layers)],
+            window=options.window,
+            sinks=options.sinks,
+            budget=options.budgets[0] - self.least_entries(),
+            gamma_range=None if options.no_decay else tuple(options.gamma_range),
+        )
+        self.log_gammas, self.recalls = [None] * self.layers, []
+
+    def least_entries(self):
+        return self.options.sinks + self.options.window
+
+    def make_scorer(self):
+        options = self.options
+        if options.scorer == "mlp":
+            return kvp.MLPScorer(self.heads, self.head_dim, options.hidden)
+        delay = 0 if options.immediate else options.window
+        return kvp.mLSTMScorer(self.heads, self.head_dim, delay=delay, norm=options.norm, skip=options.skip)
+
+    def parameter_groups(self):
+        groups = super().parameter_groups()
+        if self.scorers.alpha is not None:
+            groups[0]["params"] = list(self.scorers.layers.parameters())
+            alpha = {"params": [self.scorers.alpha], "lr": self.options.decay_rate, "weight_decay": 0.0}
+            groups.insert(1, {**alpha, "constant": False})
+        return groups
+
+    # ---- algorithm 1 ---------------------------------------------------------------------------------------
+
+    @property
+    def budget(self):
+        """Long-range keys per KV head: k = B - s - w (eq. 1)."""
+        return self.entries - self.least_entries()
+
+    def policy(self, layer):
+        decay = [] if self.log_gammas[layer] is None else [kvp.Decay(log_gamma=self.log_gammas[layer])]
+        return kvp.KVpop(self.options.sinks, self.options.window, self.budget, *decay)
+
+    def score(self, inputs):
+        return self.scorers.layers[inputs.layer](inputs.k.detach(), inputs.v.detach())
+
+    def attend(self, inputs):
+        layer, options = inputs.layer, self.options
+        with torch.enable_grad():
+            scores = self.scores[layer] = self.score(inputs)  # line 5
+        mask = None if options.dense_states else kvp.build_mask(self.policy(layer), scores)  # line 7
+        out, lse = kvp.attend(inputs.q, inputs.k, inputs.v, mask, return_lse=True, **inputs.numbers)
+        target = self.target(inputs, None if options.dense_normalizer else lse.detach())  # line 9
+        with torch.enable_grad():
+            self.parts[layer] = self.boundary_loss(layer, scores, target)  # line 10
+        return out
+
+    @torch.no_grad()
+    def target(self, inputs, lse):
+        """r_tgt [B, Hkv, S]: the logarithm of the attention that keys get after they left the window (eq. 2,
+        3), with the normalizer of the sparse pass (eq. 9) or, without one, of dense attention."""
+        options = self.options
+        return kvp.future_mass(
+            inputs.q,
+            inputs.k,
+            options.window,
+            lse=lse,
+            look_ahead=options.look_ahead,
+            normalize=not options.total_mass,
+            aggregate=options.aggregate,
+            beta=options.beta,
+            **inputs.numbers,
+        )
+
+    def boundary_loss(self, layer, scores, target):
+        """Equation 7 at sampled positions, with the decay as a function of alpha."""
+        options = self.options
+        log_gamma = self.scorers.log_gamma(layer)
+        decay = [] if log_gamma is None else [kvp.Decay(log_gamma=log_gamma)]
+        return kvp.boundary_loss(
+            kvp.KVpop(options.sinks, options.window, self.budget, *decay),
+            scores,
+            target,
+            temperature=options.temperature,
+            omega_min=options.omega_min,
+            balance=not options.no_balance,
+            count=options.positions or None,
+            late=options.late,
+            seed=self.step * self.layers + layer,
+        )
+
+    def begin_pass(self):
+        """What all layers' masks need of the decay, in one copy to the CPU, where build_mask reads it."""
+        alpha = self.scorers.alpha
+        if alpha is not None:
+            where = torch.stack([self.scorers.log_gamma(layer).detach() for layer in range(self.layers)])
+            self.log_gammas = list(where.float().cpu())
+
+    def student(self, ids):
+        """The student's logits on its own sparse states, and the boundary loss with what to print of it."""
+        self.begin_pass()
+        if self.trains(self.options):
+            logits = self.logits(ids, self.attend)
+        else:  # the KL would reach nothing that is trained
+            with torch.no_grad():
+                logits = self.hidden_states(ids, self.attend)
+        found = [self.parts[layer] for layer in range(self.layers)]
+        numbers = {"boundary": torch.stack([part.loss for part in found]).mean()}  # line 12
+        counts = torch.stack([part.counts for part in found]).sum(0).double()
+        examples = counts[0].clamp(min=1)
+        numbers |= {"kept": counts[2] / examples, "agree": counts[3] / examples}
+        if self.scorers.alpha is not None:
+            numbers["gamma"] = torch.stack(self.log_gammas).mean().exp()
+        return logits, numbers
+
+    def loss(self, ids, weights):
+        teacher = self.largest(self.dense_logits(ids)) if self.trains(self.options) else None
+        logits, numbers = self.student(ids)
+        loss = self.options.score_weight * numbers["boundary"]
+        if teacher is not None:
+            numbers["kl"] = self.divergence(teacher, logits)  # line 13
+            loss = loss + numbers["kl"]
+        return {"loss": loss, **numbers}
+
+    # ---- what comes out ------------------------------------------------------------------------------------
+
+    def evaluate(self, ids, weights):
+        self.begin_pass()
+        return super().evaluate(ids, weights)
+
+    def evaluate_policy(self, ids, weights, dense):
+        """And how many of the keys that the exact target chooses the scorers keep (figure 7), in the states
+        of the sparse pass."""
+        self.recalls.clear()
+        found = super().evaluate_policy(ids, weights, dense)
+        return {**found, "recall": torch.stack(self.recalls).mean().item()}
+
+    def attend_hard(self, inputs):
+        out = super().attend_hard(inputs)
+        policy, mask = self.policy(inputs.layer), self.parts[inputs.layer]
+        teacher = kvp.build_mask(policy, self.target(inputs, None))
+        self.recalls.append(kvp.oracle_recall(policy, teacher, mask).mean.mean())
+        return out
+
+    def save(self, path, notes):
+        self.scorers.training_notes = notes
+        self.scorers.save(path)
+
+
+if __name__ == "__main__":
+    train(KVpop)
