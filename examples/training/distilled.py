@@ -30,6 +30,11 @@ class Distilled(Method):
         add("--top", type=int, default=256, help="the teacher's largest logits, over which the KL is taken")
         add("--kl-temperature", type=float, default=1.0)
         add("--reverse-kl", action="store_true", help="KL(student || teacher)")
+        add(
+            "--full-softmax",
+            action="store_true",
+            help="the student's softmax over all logits in the KL, so that mass outside the teacher's counts",
+        )
 
     def __init__(self, model, options):
         super().__init__(model, options)
@@ -99,20 +104,23 @@ class Distilled(Method):
         """KL(teacher || student) over the teacher's largest logits, the mean over tokens, in nats."""
         options = self.options
         values, indices = teacher
+        over = {"student_softmax": "all"} if options.full_softmax else {}
         return kvp.top_distillation(
             (values.to(logits.dtype), indices),
             logits,
             top=values.shape[-1],
             temperature=options.kl_temperature,
             reverse=options.reverse_kl,
+            **over,
         )
 
     @torch.no_grad()
     def evaluate(self, ids, weights):
-        """The teacher's next-token loss, and of each budget the sparse student's, its KL to the teacher, and
-        the share of causal pairs that queries see."""
+        """The teacher's next-token loss, and of each budget the sparse student's, its KL to the teacher,
+        the share of causal pairs that queries see, and answers() where there are some."""
         dense = self.dense_logits(ids)
         numbers = {"nll_dense": self.next_token_loss(dense, ids, weights).item()}
+        numbers |= {f"{name}_dense": value for name, value in self.answers(dense, ids, weights).items()}
         for entries in self.options.budgets:
             self.entries = entries
             found = self.evaluate_policy(ids, weights, dense)
@@ -128,4 +136,5 @@ class Distilled(Method):
             "nll": self.next_token_loss(logits, ids, weights).item(),
             "kl": self.divergence(self.largest(dense), logits).item(),
             "visible": pairs.mean().item(),
+            **self.answers(logits, ids, weights),
         }

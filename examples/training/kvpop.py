@@ -27,6 +27,7 @@ class KVpop(Distilled):
         add("--hidden", type=int, default=128, help="of the MLP")
         add("--norm", action="store_true", help="RMS norm of the mLSTM's readout")
         add("--skip", action="store_true", help="skip connection of the mLSTM's readout")
+        add("--raw-inputs", action="store_true", help="do not standardize what scorers read")
         add("--window", type=int, default=64)
         add("--gamma-range", type=float, nargs=2, default=(0.999, 0.999999), metavar=("MIN", "MAX"))
         add("--decay-rate", type=float, default=2e-2, help="learning rate of the decay's alpha")
@@ -76,6 +77,28 @@ class KVpop(Distilled):
             alpha = {"params": [self.scorers.alpha], "lr": self.options.decay_rate, "weight_decay": 0.0}
             groups.insert(1, {**alpha, "constant": False})
         return groups
+
+    @torch.no_grad()
+    def begin(self, ids, weights):
+        """Standardizes what scorers read: keys and values differ in size by layer and dimension, and one
+        rate has to do for all. Deviations, and for an MLP means, of the first sample's dense states go into
+        the weights that read them."""
+        rows = {}
+
+        def keep(inputs):
+            rows[inputs.layer] = torch.cat((inputs.k, inputs.v), -1).float()
+            return self.dense(inputs)
+
+        if self.options.raw_inputs:
+            return
+        self.hidden_states(ids, keep)
+        for layer, scorer in enumerate(self.scorers.layers):
+            mean, deviation = rows[layer].mean((0, 2)), rows[layer].std((0, 2)) + 1e-3  # [Hkv, Dk + Dv]
+            for name, parameter in scorer.named_parameters():
+                if name in ("w1", "w_q", "w_k", "w_v", "w_i", "w_f", "skip"):  # that read [k; v]
+                    parameter /= deviation if parameter.dim() == 2 else deviation[:, None]
+            if self.options.scorer == "mlp":
+                scorer.b1 -= torch.einsum("hyx,hx->hy", scorer.w1, mean)
 
     # ---- algorithm 1 ---------------------------------------------------------------------------------------
 

@@ -312,6 +312,7 @@ class Trainer:
     def run(self):
         options = self.options
         if self.step == 0:
+            self.method.begin(*self.batch(self.train_data, 0, 1))
             self.report("evaluate", self.evaluate())
         while self.step < options.steps:
             numbers = self.train_step()

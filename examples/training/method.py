@@ -84,6 +84,9 @@ class Method(torch.nn.Module):
         """{name: scalar}; "loss" is minimized, the rest is printed."""
         raise NotImplementedError
 
+    def begin(self, ids, weights):
+        """Before the first step, with the first training sample, the same on all ranks: initial weights."""
+
     def begin_step(self, step, steps):
         """Before the forward pass of a step: schedules."""
         self.step, self.steps = step, steps

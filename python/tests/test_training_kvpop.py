@@ -96,7 +96,8 @@ def test_a_step_is_the_formula(scorer, dense_normalizer):
     torch.testing.assert_close(found["boundary"], boundary, rtol=1e-5, atol=1e-7)
     wanted = torch.autograd.grad(kl + boundary, parameters)
     for gradient, want in zip(torch.autograd.grad(found["loss"], parameters), wanted):
-        torch.testing.assert_close(gradient, want, rtol=1e-4, atol=1e-5 * want.abs().max().item())
+        # The boundary loss is of differences, so the gradient of a last bias is 0 up to rounding.
+        torch.testing.assert_close(gradient, want, rtol=1e-4, atol=1e-5 * want.abs().max().item() + 1e-15)
 
 
 def test_scorers_alone_have_the_same_gradient():
@@ -112,6 +113,30 @@ def test_scorers_alone_have_the_same_gradient():
         (got,) = torch.autograd.grad(found["loss"], p, retain_graph=True)
         (wanted,) = torch.autograd.grad(want["loss"], other, retain_graph=True)
         assert torch.equal(got, wanted)
+
+
+@pytest.mark.parametrize("scorer", ["mlp", "mlstm"])
+def test_scorers_start_on_standardized_inputs(scorer):
+    """The first weights give what the same weights would give of rows with mean 0 (MLP) and variance 1."""
+    method, ids, weights = kvpop("--scorer", scorer, dtype=torch.float32)
+    before = copy.deepcopy(method.scorers.layers)
+    rows = {}
+
+    def keep(inputs):
+        rows[inputs.layer] = inputs.k, inputs.v
+        return method.dense(inputs)
+
+    method.begin(ids[:1], weights[:1])
+    with torch.no_grad():
+        method.logits(ids[:1], keep)
+        for layer, after in enumerate(method.scorers.layers):
+            standard = [
+                (x - (x.mean((0, 2), keepdim=True) if scorer == "mlp" else 0))
+                / (x.std((0, 2), keepdim=True) + 1e-3)
+                for x in rows[layer]
+            ]
+            want = before[layer](*(x.contiguous() for x in standard))
+            torch.testing.assert_close(after(*rows[layer]), want, rtol=1e-4, atol=1e-4)
 
 
 # ---- chains ------------------------------------------------------------------------------------------------
@@ -199,7 +224,7 @@ def test_streaming_is_the_formula():
 # ---- runs --------------------------------------------------------------------------------------------------
 
 RUN = ["--model", "scratch", "--scratch-size", "32", "2", "2", "--kv-heads", "1", "--task", "recall"]
-RUN += ["--tokens", "64", "--batch", "2", "--steps", "6", "--warmup", "2", "--evaluate-samples", "1"]
+RUN += ["--tokens", "64", "--batch", "2", "--steps", "3", "--warmup", "1", "--evaluate-samples", "1"]
 RUN += ["--device", "cpu", "--sinks", "2", "--budgets", "16", "32", "--rate", "0.01"]
 
 
@@ -215,9 +240,9 @@ def test_a_resumed_run_has_the_same_weights(mode, tmp_path):
     arguments = [*RUN, "--window", "4", "--positions", "8", *mode.split()]
     whole, printed = run("KVpop", "kvpop", tmp_path / "whole", *arguments)
     run("KVpop", "kvpop", tmp_path / "parts", *arguments, "--seconds", "1e-9")
-    for _ in range(5):
+    for _ in range(2):
         parts, _ = run("KVpop", "kvpop", tmp_path / "parts", *arguments, "--seconds", "1e-9", "--resume")
-    assert parts.step == whole.step == 6
+    assert parts.step == whole.step == 3
     same(parts, whole)
     assert "recall_16" in printed and "kl_32" in printed
     scorers = kvp.Scorers.load(tmp_path / "whole" / "kvpop.safetensors")
