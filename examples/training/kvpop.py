@@ -107,9 +107,13 @@ class KVpop(Distilled):
         """Long-range keys per KV head: k = B - s - w (eq. 1)."""
         return self.entries - self.least_entries()
 
-    def policy(self, layer):
-        decay = [] if self.log_gammas[layer] is None else [kvp.Decay(log_gamma=self.log_gammas[layer])]
+    def parts_of(self, log_gamma):
+        """KVpop's policy of the current budget, with a decay or without."""
+        decay = [] if log_gamma is None else [kvp.Decay(log_gamma=log_gamma)]
         return kvp.KVpop(self.options.sinks, self.options.window, self.budget, *decay)
+
+    def policy(self, layer):
+        return self.parts_of(self.scorers.log_gamma(layer))
 
     def score(self, inputs):
         return self.scorers.layers[inputs.layer](inputs.k.detach(), inputs.v.detach())
@@ -118,12 +122,21 @@ class KVpop(Distilled):
         layer, options = inputs.layer, self.options
         with torch.enable_grad():
             scores = self.scores[layer] = self.score(inputs)  # line 5
-        mask = None if options.dense_states else kvp.build_mask(self.policy(layer), scores)  # line 7
+        mask = None if options.dense_states else self.top_k_mask(layer, scores)  # lines 6 and 7
         out, lse = kvp.attend(inputs.q, inputs.k, inputs.v, mask, return_lse=True, **inputs.numbers)
         target = self.target(inputs, None if options.dense_normalizer else lse.detach())  # line 9
         with torch.enable_grad():
             self.parts[layer] = self.boundary_loss(layer, scores, target)  # line 10
         return out
+
+    @torch.no_grad()
+    def top_k_mask(self, layer, scores):
+        """The mask by static priorities r - t log gamma (eq. 20) in float32 (F). build_mask reads a Decay on
+        the CPU, where alpha would cost a synchronization."""
+        if self.log_gammas[layer] is not None:
+            t = torch.arange(scores.shape[-1], device=scores.device)
+            scores = scores - t * self.log_gammas[layer][:, None]
+        return kvp.build_mask(self.parts_of(None), scores)
 
     @torch.no_grad()
     def target(self, inputs, lse):
@@ -145,10 +158,8 @@ class KVpop(Distilled):
     def boundary_loss(self, layer, scores, target):
         """Equation 7 at sampled positions, with the decay as a function of alpha."""
         options = self.options
-        log_gamma = self.scorers.log_gamma(layer)
-        decay = [] if log_gamma is None else [kvp.Decay(log_gamma=log_gamma)]
         return kvp.boundary_loss(
-            kvp.KVpop(options.sinks, options.window, self.budget, *decay),
+            self.parts_of(self.log_gammas[layer]),
             scores,
             target,
             temperature=options.temperature,
@@ -159,16 +170,10 @@ class KVpop(Distilled):
             seed=self.step * self.layers + layer,
         )
 
-    def begin_pass(self):
-        """What all layers' masks need of the decay, in one copy to the CPU, where build_mask reads it."""
-        alpha = self.scorers.alpha
-        if alpha is not None:
-            where = torch.stack([self.scorers.log_gamma(layer).detach() for layer in range(self.layers)])
-            self.log_gammas = list(where.float().cpu())
-
     def student(self, ids):
         """The student's logits on its own sparse states, and the boundary loss with what to print of it."""
-        self.begin_pass()
+        if self.scorers.alpha is not None:
+            self.log_gammas = self.scorers.log_gamma(slice(None)).unbind()
         if self.trains(self.options):
             logits = self.logits(ids, self.attend)
         else:  # the KL would reach nothing that is trained
@@ -180,7 +185,7 @@ class KVpop(Distilled):
         examples = counts[0].clamp(min=1)
         numbers |= {"kept": counts[2] / examples, "agree": counts[3] / examples}
         if self.scorers.alpha is not None:
-            numbers["gamma"] = torch.stack(self.log_gammas).mean().exp()
+            numbers["gamma"] = torch.stack(self.log_gammas).detach().mean().exp()
         return logits, numbers
 
     def loss(self, ids, weights):
@@ -193,10 +198,6 @@ class KVpop(Distilled):
         return {"loss": loss, **numbers}
 
     # ---- what comes out ------------------------------------------------------------------------------------
-
-    def evaluate(self, ids, weights):
-        self.begin_pass()
-        return super().evaluate(ids, weights)
 
     def evaluate_policy(self, ids, weights, dense):
         """And how many of the keys that the exact target chooses the scorers keep (figure 7), in the states

@@ -115,6 +115,16 @@ def test_scorers_alone_have_the_same_gradient():
         assert torch.equal(got, wanted)
 
 
+def test_options_of_the_kl(monkeypatch):
+    """What top_distillation gets; test_distillation.py has its formulas."""
+    given = {}
+    monkeypatch.setattr(kvp, "top_distillation", lambda teacher, student, **rest: given.update(rest) or 0.0)
+    options = ["--full-softmax", "--reverse-kl", "--kl-temperature", "2"]
+    method, ids, weights = kvpop("--train-model", *options)
+    method(ids, weights)
+    assert given == {"top": TOP, "temperature": 2.0, "reverse": True, "student_softmax": "all"}
+
+
 @pytest.mark.parametrize("scorer", ["mlp", "mlstm"])
 def test_scorers_start_on_standardized_inputs(scorer):
     """The first weights give what the same weights would give of rows with mean 0 (MLP) and variance 1."""
@@ -191,7 +201,9 @@ def test_cuda_is_the_host(scorer):
     parameters = [list(m.model.parameters()) + m.own_parameters() for m in (device, host)]
     gradients = [torch.autograd.grad(x["loss"], p) for x, p in zip((found, want), parameters)]
     for got, wanted in zip(*gradients):
-        torch.testing.assert_close(got.cpu(), wanted, rtol=1e-3, atol=1e-4 * wanted.abs().max().item())
+        # Of a last bias, whose gradient is 0, there are roundings of the others alone.
+        bound = 1e-4 * wanted.abs().max().item() + 1e-7
+        torch.testing.assert_close(got.cpu(), wanted, rtol=1e-3, atol=bound)
 
 
 # ---- StreamLLM+ --------------------------------------------------------------------------------------------
