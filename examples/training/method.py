@@ -65,16 +65,6 @@ class Method(torch.nn.Module):
         """The learning rates' schedule: warm-up and a cosine to 0, of all groups."""
         return get_cosine_schedule_with_warmup(optimizer, self.options.warmup, self.options.steps)
 
-    @staticmethod
-    def decaying(parameters, rate, decay):
-        """Groups of torch.optim of one learning rate, where matrices decay and vectors do not."""
-        matrices = [p for p in parameters if p.dim() > 1]
-        vectors = [p for p in parameters if p.dim() <= 1]
-        return [
-            {"params": matrices, "lr": rate, "weight_decay": decay},
-            {"params": vectors, "lr": rate, "weight_decay": 0.0},
-        ]
-
     def attend(self, inputs):
         """The attention of one layer in training, [B, Hq, S, Dv]; keeps what the loss needs in
         self.scores and self.parts."""
