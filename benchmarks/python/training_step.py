@@ -8,16 +8,17 @@
   SP-KV, hard, runs         frozen predictors; 25% of the keys of each head are open, in runs of 16 on average
   SP-KV, hard, random       the same share, drawn independently
   KVpop, all weights        algorithm 1: dense teacher (bf16), student on its own sparse states of 2048
-                            entries per head, KL over the top 256, target, boundary loss of 1024 positions
-                            per head; MLP scorers
+                            entries per head, KL over the top 256, target, boundary loss of all positions;
+                            MLP scorers
   KVpop, mLSTM, all weights the same with delayed mLSTM scorers
   KVpop, scorers only       the frozen model in bf16, whose forward pass is one of sparse states; target,
                             boundary loss
 
-Rounds are interleaved: each runs one step of every row. Times are of the wall clock between
-synchronizations; gpu_ms is measured by events. peak_bytes is that of torch's allocator in a step of its own
-alone: weights, optimizer, gradients and activations. --profile prints the CUDA operations that take most
-time. Prints one JSON object; --out writes it to a file too.
+Rounds are interleaved: each runs one step of every row, from Python ("eager") and then with forward and
+backward as a CUDA graph ("graph"); rows of a kind are relative to the dense one of that kind. Times are of
+the wall clock between synchronizations. kernel_ms is the sum of the times of a step's kernels, by the
+profiler. peak_bytes is that of torch's allocator in an eager step of its own alone: weights, optimizer,
+gradients and activations. --profile prints the CUDA operations that take most time. Prints one JSON object; --out writes it to a file too.
 """
 
 import argparse
@@ -30,6 +31,8 @@ import time
 
 import torch
 import transformers
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import kvpolicy as kvp
 
@@ -40,10 +43,20 @@ from loop import parser_of  # noqa: E402
 from method import Method  # noqa: E402
 
 SHAPE = {
-    "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
-    "num_attention_heads": 9, "num_key_value_heads": 3, "max_position_embeddings": 65536,
-    "rope_theta": 100000.0, "tie_word_embeddings": True, "bos_token_id": None, "eos_token_id": None,
+    "vocab_size": 49152,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "max_position_embeddings": 65536,
+    "rope_theta": 100000.0,
+    "tie_word_embeddings": True,
+    "bos_token_id": None,
+    "eos_token_id": None,
 }
+# While a graph is recorded transformers builds a mask for SDPA, whose causal kernels take none.
+AttentionInterface.register("sdpa_causal", sdpa_attention_forward)
 WINDOW, TAU, OPEN, RUN = 128, 0.5, 0.25, 16
 
 
@@ -127,28 +140,47 @@ class Row:
         config.num_hidden_layers = arguments.layers
         with torch.device(arguments.device):
             model = transformers.AutoModelForCausalLM.from_config(
-                config, dtype=torch.float32 if autocast else torch.bfloat16, attn_implementation="sdpa"
+                config, dtype=torch.float32 if autocast else torch.bfloat16, attn_implementation="sdpa_causal"
             )
         self.method = make(model, self.options).to(arguments.device)
         cuda = arguments.device == "cuda"
         self.optimizer = torch.optim.AdamW(self.method.parameter_groups(), betas=(0.9, 0.95), fused=cuda)
         self.trained = [p for group in self.optimizer.param_groups for p in group["params"]]
-        self.device, self.step_number = arguments.device, 0
+        self.device, self.step_number, self.graph = arguments.device, 0, None
+
+    def gradients(self, ids, weights):
+        with torch.autocast(self.device, torch.bfloat16, enabled=self.autocast):
+            loss = self.method(ids, weights)["loss"]
+        loss.backward()
+        return loss
 
     def step(self, ids, weights):
         self.method.begin_step(self.step_number, 1 << 20)
-        with torch.autocast(self.device, torch.bfloat16, enabled=self.autocast):
-            loss = self.method(ids, weights)["loss"]
         self.optimizer.zero_grad(set_to_none=True)
-        loss.backward()
+        loss = self.gradients(ids, weights)
+        self.update()
+        return loss
+
+    def update(self):
         torch.nn.utils.clip_grad_norm_(self.trained, 1.0, foreach=True)
         self.optimizer.step()
         self.step_number += 1
-        return loss
+
+    def capture(self, ids, weights):
+        """Records forward and backward; their gradients stay where they are."""
+        self.optimizer.zero_grad(set_to_none=True)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.gradients(ids, weights)
+
+    def replay(self):
+        self.graph.replay()
+        self.update()
 
 
 def rows_of(arguments):
-    kvpop = ["--budgets", str(arguments.entries), "--train-model"]
+    # Positions are drawn by the step, which a graph does not know: all of them.
+    kvpop = ["--budgets", str(arguments.entries), "--positions", "0", "--train-model"]
     mlstm = ["--scorer", "mlstm"]
     makers = {
         "dense": (Dense,),
@@ -157,8 +189,8 @@ def rows_of(arguments):
         "SP-KV, hard, random": (lambda m, o: HardGates(m, o, False),),
         "KVpop, all weights": (KVpop, *kvpop),
         "KVpop, mLSTM, all weights": (KVpop, *kvpop, *mlstm),
-        "KVpop, scorers only": (KVpop, *kvpop[:2]),
-        "KVpop, mLSTM, scorers only": (KVpop, *kvpop[:2], *mlstm),
+        "KVpop, scorers only": (KVpop, *kvpop[:4]),
+        "KVpop, mLSTM, scorers only": (KVpop, *kvpop[:4], *mlstm),
     }
     wanted = arguments.only or list(makers)
     for name in wanted:
@@ -166,28 +198,15 @@ def rows_of(arguments):
         yield Row(name, make, arguments, *options, autocast="scorers only" not in name)
 
 
-class Events:
-    """GPU time and wall time of a call, in ms."""
-
-    def __init__(self, device):
-        self.cuda = device == "cuda"
-
-    def synchronize(self):
-        if self.cuda:
-            torch.cuda.synchronize()
-
-    def __call__(self, call):
-        self.synchronize()
-        marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if self.cuda else None
-        begin = time.perf_counter()
-        if marks:
-            marks[0].record()
-        call()
-        if marks:
-            marks[1].record()
-        self.synchronize()
-        wall = (time.perf_counter() - begin) * 1e3
-        return wall, marks[0].elapsed_time(marks[1]) if marks else wall
+def wall_ms(device, call):
+    """Time of a call between synchronizations."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+    begin = time.perf_counter()
+    call()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return (time.perf_counter() - begin) * 1e3
 
 
 def peaks(rows, batch):
@@ -215,20 +234,44 @@ def state_bytes(row):
 
 
 def profile(row, batch, top):
-    """The operations of one step that take most of the GPU's time."""
+    """Time of the kernels of one step; prints the `top` that take most."""
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as record
 
-    with record(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
+    with record(activities=[ProfilerActivity.CUDA]) as found:
         row.step(*batch)
         torch.cuda.synchronize()
     events = [e for e in found.key_averages() if str(e.device_type).endswith("CUDA")]
     events = [e for e in events if not getattr(e, "is_user_annotation", False)]
     events = sorted(events, key=lambda e: -e.self_device_time_total)
-    total = sum(e.self_device_time_total for e in events)
-    print(f"---- {row.name}: {total / 1e3:.2f} ms of kernels", file=sys.stderr)
+    total = sum(e.self_device_time_total for e in events) / 1e3
+    print(f"---- {row.name}: {total:.2f} ms of kernels", file=sys.stderr)
     for e in events[:top]:
         print(f"{e.self_device_time_total / 1e3:9.3f} ms {e.count:5d} x  {e.key[:110]}", file=sys.stderr)
+    return total
+
+
+def measure(rows, batch, arguments):
+    """{(name, kind): [wall ms]}, and rows that a graph cannot record with why."""
+    device, times, errors = arguments.device, {}, {}
+    kinds = {"eager": lambda row: row.step(*batch)}
+    if device == "cuda" and not arguments.eager:
+        kinds["graph"] = Row.replay
+    for kind, call in kinds.items():
+        for row in rows:
+            if kind == "graph":
+                try:
+                    row.capture(*batch)
+                    row.replay()
+                except Exception as error:  # one row does not cost the others
+                    errors[row.name] = f"{type(error).__name__}: {str(error)[:300]}"
+                    print(f"{row.name}: {errors[row.name]}", file=sys.stderr, flush=True)
+        for number in range(arguments.rounds):
+            for row in rows if number % 2 == 0 else reversed(rows):
+                if kind == "eager" or row.name not in errors:
+                    found = wall_ms(device, lambda row=row: call(row))
+                    times.setdefault((row.name, kind), []).append(found)
+    return times, errors
 
 
 def main():
@@ -242,41 +285,42 @@ def main():
     parser.add_argument("--entries", type=int, default=2048, help="of KVpop, per KV head")
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--only", nargs="+", help="names of rows")
+    parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
     parser.add_argument("--profile", type=int, default=0, metavar="TOP", help="operations to print per row")
     parser.add_argument("--device", default="cuda")
     arguments = parser.parse_args()
     torch.manual_seed(0)
     ids = torch.randint(SHAPE["vocab_size"], (arguments.batch, arguments.tokens), device=arguments.device)
-    batch, rows, timed = (ids, torch.ones(ids.shape, device=ids.device)), [], Events(arguments.device)
+    batch, rows = (ids, torch.ones(ids.shape, device=ids.device)), []
     for row in rows_of(arguments):
         rows.append(row)
         for _ in range(2):  # loads kernels, makes the optimizer's state
             loss = row.step(*batch)
         print(f"{row.name}: loss {loss.item():.4f}", file=sys.stderr, flush=True)
-    times = {row.name: [] for row in rows}
-    for number in range(arguments.rounds):
-        for row in rows if number % 2 == 0 else reversed(rows):
-            times[row.name].append(timed(lambda row=row: row.step(*batch)))
-    peak = peaks(rows, batch) if arguments.device == "cuda" else {}
-    card = torch.cuda.get_device_name() if arguments.device == "cuda" else "CPU"
+    cuda = arguments.device == "cuda"
+    peak = peaks(rows, batch) if cuda else {}
+    kernels = {row.name: profile(row, batch, arguments.profile) for row in rows} if cuda else {}
+    times, errors = measure(rows, batch, arguments)
+    card = torch.cuda.get_device_name() if cuda else "CPU"
     result = {"card": card, "torch": torch.__version__, "transformers": transformers.__version__}
     result |= {"tokens": arguments.tokens, "batch": arguments.batch, "layers": arguments.layers, "rows": []}
-    base = None
+    base = {}
     for row in rows:
-        wall, gpu = zip(*times[row.name])
-        found = {"name": row.name, "ms_min": min(wall), "ms_median": statistics.median(wall)}
-        found |= {"gpu_ms_min": min(gpu), "gpu_ms_median": statistics.median(gpu)}
-        base = base or found
-        found |= {f"{key}_of_dense": found[key] / base[key] for key in ("ms_min", "ms_median")}
-        found |= {"peak_bytes": peak.get(row.name)}
+        found = {"name": row.name, "peak_bytes": peak.get(row.name), "kernel_ms": kernels.get(row.name)}
+        for kind in ("eager", "graph"):
+            wall = times.get((row.name, kind))
+            if wall:
+                found |= {f"{kind}_ms_min": min(wall), f"{kind}_ms_median": statistics.median(wall)}
+        if row.name in errors:
+            found["graph_error"] = errors[row.name]
+        base = base or dict(found)
+        numbers = [key for key in found if "ms" in key and found[key] is not None and key in base]
+        found |= {f"{key}_of_dense": found[key] / base[key] for key in numbers}
         result["rows"].append(found)
     text = json.dumps(result, indent=1)
     print(text, flush=True)
     if arguments.out:
         pathlib.Path(arguments.out).write_text(text + "\n")
-    if arguments.profile:
-        for row in rows:
-            profile(row, batch, arguments.profile)
 
 
 if __name__ == "__main__":

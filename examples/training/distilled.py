@@ -6,7 +6,9 @@ import math
 
 import kvpolicy as kvp
 import torch
+from kvpolicy.training import attend_with
 from method import Method
+from torch.nn import functional
 from torch.optim.lr_scheduler import LambdaLR
 
 
@@ -91,10 +93,20 @@ class Distilled(Method):
 
     @torch.no_grad()
     def dense_logits(self, ids):
-        """The teacher's logits [B, S, V]. Its attention is the model's own, over all keys. Frozen models
-        are their own teachers."""
+        """The teacher's logits [B, S, V], of attention over all keys. Frozen models are their own
+        teachers."""
         teacher = self.model if self.teacher is None else self.teacher
-        return teacher(input_ids=ids, use_cache=False).logits
+        with attend_with(teacher, self.all_keys):
+            return teacher(input_ids=ids, use_cache=False).logits
+
+    def all_keys(self, inputs):
+        """Causal attention without a gradient, by PyTorch where it can."""
+        if inputs.logits_soft_cap or inputs.window is not None:
+            return self.dense(inputs)
+        rows = inputs.q, inputs.k, inputs.v
+        return functional.scaled_dot_product_attention(
+            *rows, is_causal=True, scale=inputs.sm_scale, enable_gqa=True
+        )
 
     def largest(self, logits):
         """The teacher's largest logits and their indices, [B, S, top] each."""
