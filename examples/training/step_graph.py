@@ -23,6 +23,7 @@ class StepGraph:
         self.parameters = list(parameters)
         self.key, self.passes, self.graph = None, 0, None
         self.ids, self.weights, self.losses, self.gradients = None, None, None, None
+        self.stream = None  # of all passes: autograd remembers on which stream a gradient is added up
 
     def run(self, compute, ids, weights, key):
         if key is None or (key, ids.shape) != self.key:
@@ -30,8 +31,7 @@ class StepGraph:
             self.graph, self.losses, self.gradients = None, None, None
         if key is None or self.passes < WARM_UP:
             self.passes += 1
-            self._clear()
-            return compute(ids, weights)
+            return self._beside(compute, ids, weights)
         if self.graph is None:
             self._capture(compute, ids, weights)
         self.ids.copy_(ids)
@@ -40,6 +40,17 @@ class StepGraph:
         for parameter, gradient in zip(self.parameters, self.gradients):
             parameter.grad = gradient
         return self.losses
+
+    def _beside(self, compute, ids, weights):
+        """A pass that is not captured, on the stream of captures."""
+        current = torch.cuda.current_stream()
+        self.stream = torch.cuda.Stream() if self.stream is None else self.stream
+        self.stream.wait_stream(current)
+        with torch.cuda.stream(self.stream):
+            self._clear()
+            losses = compute(ids, weights)
+        current.wait_stream(self.stream)
+        return losses
 
     def _clear(self):
         for parameter in self.parameters:
@@ -50,7 +61,7 @@ class StepGraph:
         self.ids, self.weights = ids.clone(), weights.clone()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, stream=self.stream):
             losses = compute(self.ids, self.weights)
             self.losses = {name: torch.as_tensor(value).detach() for name, value in losses.items()}
         self.gradients = [parameter.grad for parameter in self.parameters]
