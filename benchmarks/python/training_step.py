@@ -18,7 +18,8 @@ Rounds are interleaved: each runs one step of every row, from Python ("eager") a
 backward as a CUDA graph ("graph"); rows of a kind are relative to the dense one of that kind. Times are of
 the wall clock between synchronizations. kernel_ms is the sum of the times of a step's kernels, by the
 profiler. peak_bytes is that of torch's allocator in an eager step of its own alone: weights, optimizer,
-gradients and activations. --profile prints the CUDA operations that take most time. Prints one JSON object; --out writes it to a file too.
+gradients and activations. --profile prints the CUDA operations that take most time. Prints one JSON object;
+--out writes it to a file too.
 """
 
 import argparse
