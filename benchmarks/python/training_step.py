@@ -42,6 +42,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "examples" 
 from kvpop import KVpop  # noqa: E402
 from loop import parser_of  # noqa: E402
 from method import Method  # noqa: E402
+from step_graph import WARM_UP, StepGraph  # noqa: E402
 
 SHAPE = {
     "vocab_size": 49152,
@@ -147,36 +148,27 @@ class Row:
         cuda = arguments.device == "cuda"
         self.optimizer = torch.optim.AdamW(self.method.parameter_groups(), betas=(0.9, 0.95), fused=cuda)
         self.trained = [p for group in self.optimizer.param_groups for p in group["params"]]
-        self.device, self.step_number, self.graph = arguments.device, 0, None
+        self.device, self.step_number = arguments.device, 0
+        self.graph = StepGraph(self.trained)
 
     def gradients(self, ids, weights):
+        """The losses of a forward pass, and the gradients of its backward pass."""
         with torch.autocast(self.device, torch.bfloat16, enabled=self.autocast):
-            loss = self.method(ids, weights)["loss"]
-        loss.backward()
-        return loss
+            losses = self.method(ids, weights)
+        losses["loss"].backward()
+        return losses
 
-    def step(self, ids, weights):
+    def step(self, ids, weights, graph=False):
         self.method.begin_step(self.step_number, 1 << 20)
-        self.optimizer.zero_grad(set_to_none=True)
-        loss = self.gradients(ids, weights)
-        self.update()
-        return loss
-
-    def update(self):
+        if graph:
+            losses = self.graph.run(self.gradients, ids, weights, self.name)
+        else:
+            self.optimizer.zero_grad(set_to_none=True)
+            losses = self.gradients(ids, weights)
         torch.nn.utils.clip_grad_norm_(self.trained, 1.0, foreach=True)
         self.optimizer.step()
         self.step_number += 1
-
-    def capture(self, ids, weights):
-        """Records forward and backward; their gradients stay where they are."""
-        self.optimizer.zero_grad(set_to_none=True)
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
-            self.gradients(ids, weights)
-
-    def replay(self):
-        self.graph.replay()
-        self.update()
+        return losses["loss"]
 
 
 def rows_of(arguments):
@@ -255,22 +247,19 @@ def profile(row, batch, top):
 def measure(rows, batch, arguments):
     """{(name, kind): [wall ms]}, and rows that a graph cannot record with why."""
     device, times, errors = arguments.device, {}, {}
-    kinds = {"eager": lambda row: row.step(*batch)}
-    if device == "cuda" and not arguments.eager:
-        kinds["graph"] = Row.replay
-    for kind, call in kinds.items():
-        for row in rows:
-            if kind == "graph":
-                try:
-                    row.capture(*batch)
-                    row.replay()
-                except Exception as error:  # one row does not cost the others
-                    errors[row.name] = f"{type(error).__name__}: {str(error)[:300]}"
-                    print(f"{row.name}: {errors[row.name]}", file=sys.stderr, flush=True)
+    for kind in ("eager",) if device != "cuda" or arguments.eager else ("eager", "graph"):
+        graph = kind == "graph"
+        for row in rows if graph else ():
+            try:
+                for _ in range(WARM_UP + 2):
+                    row.step(*batch, graph=True)
+            except Exception as error:  # one row does not cost the others
+                errors[row.name] = f"{type(error).__name__}: {str(error)[:300]}"
+                print(f"{row.name}: {errors[row.name]}", file=sys.stderr, flush=True)
         for number in range(arguments.rounds):
             for row in rows if number % 2 == 0 else reversed(rows):
-                if kind == "eager" or row.name not in errors:
-                    found = wall_ms(device, lambda row=row: call(row))
+                if not graph or row.name not in errors:
+                    found = wall_ms(device, lambda row=row, graph=graph: row.step(*batch, graph=graph))
                     times.setdefault((row.name, kind), []).append(found)
     return times, errors
 

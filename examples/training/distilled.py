@@ -100,7 +100,7 @@ class Distilled(Method):
             return teacher(input_ids=ids, use_cache=False).logits
 
     def all_keys(self, inputs):
-        """Causal attention without a gradient, by PyTorch where it can."""
+        """Causal attention, by PyTorch where it can."""
         if inputs.logits_soft_cap or inputs.window is not None:
             return self.dense(inputs)
         rows = inputs.q, inputs.k, inputs.v

@@ -170,6 +170,10 @@ class KVpop(Distilled):
             seed=self.step * self.layers + layer,
         )
 
+    def graph_key(self):
+        """Positions that are drawn differ by step."""
+        return self.entries if self.options.positions == 0 else None
+
     def student(self, ids):
         """The student's logits on its own sparse states, and the boundary loss with what to print of it."""
         if self.scorers.alpha is not None:

@@ -35,10 +35,13 @@ class Workshop(KVpop):
         groups = super().parameter_groups()
         return [group for group in groups if group["constant"]] if self.dense_phase else groups
 
+    def graph_key(self):
+        return "dense" if self.dense_phase else super().graph_key()
+
     def loss(self, ids, weights):
         options = self.options
         if self.dense_phase:
-            logits = self.model(input_ids=ids, use_cache=False).logits
+            logits = self.logits(ids, self.all_keys)
             return {"loss": self.next_token_loss(logits, ids, weights)}
         teacher = self.largest(self.dense_logits(ids))
         logits, numbers = self.student(ids)

@@ -24,6 +24,9 @@ class StreamingLLM(Distilled):
     def attend(self, inputs):
         return self.attend_hard(inputs)
 
+    def graph_key(self):
+        return self.entries
+
     def loss(self, ids, weights):
         teacher = self.largest(self.dense_logits(ids))
         return {"loss": self.divergence(teacher, self.logits(ids, self.attend))}
