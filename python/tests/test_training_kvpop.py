@@ -264,6 +264,22 @@ def test_a_resumed_run_has_the_same_weights(mode, tmp_path):
     assert (tmp_path / "whole" / "model").is_dir() == ("--train-model" in mode)
 
 
+@pytest.mark.skipif(
+    not (torch.cuda.is_available() and kvp.has_cuda()), reason="needs a GPU and the CUDA module"
+)
+@pytest.mark.parametrize("mode", ["", "--train-model --scorer mlstm"])
+def test_steps_as_a_cuda_graph_are_the_steps(mode, tmp_path):
+    """Of one budget and all positions, which no step's number changes."""
+    arguments = [*RUN, "--window", "4", "--budgets", "16", "--positions", "0", "--steps", "10", *mode.split()]
+    arguments += ["--device", "cuda", "--fp32"]
+    plain, _ = run("KVpop", "kvpop", tmp_path / "plain", *arguments)
+    graph, _ = run("KVpop", "kvpop", tmp_path / "graph", *arguments, "--cuda-graph")
+    assert graph.graph.graph is not None
+    found = dict(graph.method.named_parameters())
+    for name, parameter in plain.method.named_parameters():
+        torch.testing.assert_close(found[name], parameter, rtol=1e-3, atol=1e-4, msg=name)
+
+
 def test_learning_rates():
     """Table 3: warm-up and a cosine to 8e-5 for scorers, a constant for the model, the decay's own."""
     method, _, _ = kvpop("--train-model", "--warmup", "10", "--steps", "110")
