@@ -62,11 +62,13 @@ def parser_of(method):
 
 @dataclasses.dataclass
 class Ranks:
-    """This process among those of torchrun."""
+    """This process among those of torchrun. Within begin() and end() others begin and end in the same process
+    group."""
 
     rank: int
     count: int
     device: torch.device
+    owns_group: bool = False
 
     @classmethod
     def begin(cls, device):
@@ -80,12 +82,13 @@ class Ranks:
         )
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        if count > 1:
+        owns_group = count > 1 and not dist.is_initialized()
+        if owns_group:
             dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-        return cls(rank, count, device)
+        return cls(rank, count, device, owns_group)
 
     def end(self):
-        if self.count > 1:
+        if self.owns_group:
             dist.destroy_process_group()
 
 
