@@ -14,7 +14,7 @@ import time
 import kvpolicy as kvp
 import torch
 from kvpolicy.training import attend_with
-from loop import parser_of, train
+from loop import Ranks, parser_of, train
 from method import Method
 
 
@@ -137,8 +137,26 @@ def train_grid(arguments=None):
     """A run per lambda, in --out/lambda-VALUE; prints the frontier of those that ended, and writes it to
     frontier.json. --seconds are those of all runs together."""
     options = parser_of(WGKV).parse_args(arguments)
-    began, rows = time.monotonic(), []
     arguments = sys.argv[1:] if arguments is None else list(arguments)
+    ranks, rows = Ranks.begin(options.device), []
+    try:
+        for record in _records(options, arguments, ranks):
+            rows += record["measures"]["frontier"]
+    finally:
+        ranks.end()
+    if ranks.rank:
+        return rows
+    (options.out / "frontier.json").write_text(json.dumps(rows, indent=1) + "\n")
+    for number, row in enumerate(rows):
+        if number == 0:
+            print("".join(f"{name:>10}" for name in row))
+        print("".join(f"{value:>10.4g}" for value in row.values()))
+    return rows
+
+
+def _records(options, arguments, ranks):
+    """Runs each lambda, and yields its metrics on rank 0; stops where time does."""
+    began = time.monotonic()
     for weight in options.sparsity_weight:
         out = options.out / f"lambda-{weight:g}"
         run = [*arguments, "--sparsity-weight", f"{weight:g}", "--out", str(out)]
@@ -148,17 +166,9 @@ def train_grid(arguments=None):
             run.remove("--resume")
         trainer = train(WGKV, run)
         if trainer.step < options.steps:
-            break
-        if trainer.ranks.rank:
-            continue
-        record = json.loads((out / "metrics.json").read_text())
-        rows += record["measures"]["frontier"]
-    (options.out / "frontier.json").write_text(json.dumps(rows, indent=1) + "\n")
-    for number, row in enumerate(rows):
-        if number == 0:
-            print("".join(f"{name:>10}" for name in row))
-        print("".join(f"{value:>10.4g}" for value in row.values()))
-    return rows
+            return
+        if not ranks.rank:
+            yield json.loads((out / "metrics.json").read_text())
 
 
 if __name__ == "__main__":
