@@ -52,7 +52,7 @@ constexpr const char* usage =
     "  --window W         most recent tokens that stay (default: 64)\n"
     "  --density F        fraction of the other keys that stays, from 0 to 1 (default: 0.25)\n"
     "  --gamma G          decay of scores with every token, above 0 to 1 (default: 1, none)\n"
-    "  --scorers FILE     trained scorers; chooses the policy kvpop unless another is named\n"
+    "  --scorers FILE     trained scorers or gates; chooses the policy kvpop or gates\n"
     "  --tokens N         the most tokens to write (default: 512)\n"
     "  --temperature T    0 takes the likeliest token (default: 0.7)\n"
     "  --seed N           of the sampling, and of the policy random (default: 1)\n"
@@ -215,7 +215,7 @@ Options parse(int argc, char** argv) {
         }
     }
     if (options.policy.empty()) {
-        options.policy = options.numbers.scorers.empty() ? "streaming" : "kvpop";
+        options.policy = examples::policy_of_file(options.numbers.scorers);
     }
     check_policy_options(options, given);
     check_backend(options, given);

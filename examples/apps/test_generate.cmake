@@ -102,7 +102,7 @@ function(refused sentence)
     endif()
 endfunction()
 
-set(names "dense, streaming, keynorm, kvpop, random, stride, gated, capped")
+set(names "dense, streaming, keynorm, kvpop, gates, random, stride, gated, capped")
 refused("--policy: needs a value; see generate --help" --policy)
 refused("policy: \"oracle\" is not allowed; it must be one of ${names}" --policy oracle x)
 refused("policy: \" \" is not allowed; it must be one of ${names}" --policy " " x)
@@ -128,9 +128,12 @@ refused("--gamma: \"0\" is not allowed; it must be a number from 1e-06 to 1" --p
 refused("--density: the policy streaming does not use it; these do: stride, gated, capped" --density 0.5 x)
 refused("--budget: the policy dense does not use it; these do: streaming, keynorm, kvpop, random, capped"
     --policy dense --budget 9 x)
-refused("--scorers: the policy keynorm does not use it; these do: kvpop" --policy keynorm --scorers file x)
-refused("--scorers: is missing; the policy kvpop needs a file of trained scorers (docs/training.md)"
-    --policy kvpop x)
+refused("--scorers: the policy keynorm does not use it; these do: kvpop, gates"
+    --policy keynorm --scorers file x)
+foreach(policy IN ITEMS kvpop gates)
+    refused("--scorers: is missing; kvpop and gates need a file of trained scorers (docs/training.md)"
+        --policy ${policy} x)
+endforeach()
 foreach(option IN ITEMS rows weights)
     refused("--${option}: \"fp16\" is not allowed; it must be fp32 or bf16" --${option} fp16 x)
 endforeach()

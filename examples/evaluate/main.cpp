@@ -208,7 +208,7 @@ int run(int argc, char** argv) {
     std::vector<std::string> names;
     for (const std::string& file : o.scorers) {
         trained.push_back(examples::load_scorers(file));
-        examples::check_fits(trained.back(), config.layers, config.kv_heads, config.head_dim, file);
+        examples::check_fits(trained.back(), config, file);
         names.push_back(std::filesystem::path(file).stem().string());
     }
     const std::vector<EvaluatedPolicy> known = all_policies(trained, names);

@@ -173,11 +173,13 @@ void Bench::oracle_recall(const examples::Oracle& oracle, const std::map<float, 
         const auto k = kvpolicy::view_bshd(keys.data(), 1, n, heads, config.head_dim);
         const auto v = kvpolicy::view_bshd(values.data(), 1, n, heads, config.head_dim);
         std::visit(
-            [&](const auto& stack) {
-                const auto& scorer = stack.scorers[static_cast<std::size_t>(l)];
-                kvpolicy::score_sequence(
-                    ctx_, scorer, k, v, sequences, trained.spec.delay, view,
-                    workspace(kvpolicy::score_sequence_workspace_bytes(ctx_, scorer, k, v, sequences)));
+            [&]<class S>(const examples::ScorerStack<S>& stack) {
+                if constexpr (examples::ranks_for_kvpop<S>) {
+                    const S& scorer = stack.scorers[static_cast<std::size_t>(l)];
+                    kvpolicy::score_sequence(
+                        ctx_, scorer, k, v, sequences, trained.spec.delay, view,
+                        workspace(kvpolicy::score_sequence_workspace_bytes(ctx_, scorer, k, v, sequences)));
+                }
             },
             trained.stack);
         kvpolicy::build_mask(ctx_, student, view, sequences, mask_of(of_student), workspace(bytes), options);

@@ -160,11 +160,42 @@ const EvaluatedPolicy table[] = {
 
 }  // namespace
 
+namespace {
+
+/// A file of gates or of StreamLLM+, which has numbers of its own: what it keeps is measured.
+EvaluatedPolicy gates(const examples::TrainedScorers& trained, const std::string& name) {
+    const examples::ScorerSpec& spec = trained.spec;
+    std::string label = trained.system();
+    if (spec.policy == "spkv" || spec.policy == "wgkv") {
+        label += fmt::format(", tau {:g}", spec.threshold);
+    }
+    if (spec.budget >= 0) {
+        label += fmt::format(", cap {}", spec.budget);
+    }
+    EvaluatedPolicy made{name, label, false, false, 0.0f, nullptr, {}, {}};
+    made.gates = &trained;
+    made.make = [&trained](const Setting& setting) {
+        return examples::make_gates(setting.ctx, setting.config, trained, setting.max_seq_len);
+    };
+#if KVPOLICY_EXAMPLES_CUDA
+    made.make_on_device = [&trained](const Setting& setting, const examples::DeviceSetting& device) {
+        return examples::make_device_gates(device, trained, setting.max_seq_len);
+    };
+#endif
+    return made;
+}
+
+}  // namespace
+
 std::vector<EvaluatedPolicy> all_policies(std::span<const examples::TrainedScorers> scorers,
                                           std::span<const std::string> names) {
     std::vector<EvaluatedPolicy> all(std::begin(table), std::end(table));
     for (std::size_t i = 0; i < scorers.size(); ++i) {
         const examples::TrainedScorers& trained = scorers[i];
+        if (trained.has_own_numbers()) {
+            all.push_back(gates(trained, names[i]));
+            continue;
+        }
         const auto beta = trained.spec.training.find("beta");
         std::string label =
             trained.system() + (beta == trained.spec.training.end() ? "" : ", beta " + beta->second);

@@ -41,6 +41,7 @@ struct EvaluatedPolicy {
     std::function<std::unique_ptr<llama::KvAttention>(const Setting&)> make;
     /// On a CUDA GPU; empty where there is none, or where this program was built without CUDA.
     std::function<examples::DeviceCache(const Setting&, const examples::DeviceSetting&)> make_on_device;
+    const examples::TrainedScorers* gates = nullptr;  ///< of a file with numbers of its own
 };
 
 /// All of them, the trained ones by their files' names.

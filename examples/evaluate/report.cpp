@@ -4,6 +4,7 @@
 
 #include <nlohmann/json.hpp>
 
+#include <algorithm>
 #include <cmath>
 #include <iterator>
 
@@ -22,7 +23,9 @@ std::string table(const Run& run, std::span<const Result> results) {
         const examples::Score& s = r.score;
         text += fmt::format(
             "{:<34} {:>6} {:>6.0f} {:>8.4f} {:>8.4f} {:>7.3f} {:>7.3f} {:>7.3f} {:>10.2f} {:>9}\n",
-            r.policy->label, r.budget == 0 ? "-" : fmt::format("{:.0f}%", 100 * run.compression(r)),
+            r.policy->label,
+            r.budget == 0 && r.policy->gates == nullptr ? "-"
+                                                        : fmt::format("{:.0f}%", 100 * run.compression(r)),
             s.rows_per_head(), s.bits_per_byte(), s.nll_per_token(), s.recall(), s.first_digit(),
             s.digit_accuracy(), r.mib,
             r.tokens_per_second == 0.0 ? "-" : fmt::format("{:.0f}", r.tokens_per_second));
@@ -81,6 +84,16 @@ void write_json(const std::filesystem::path& file, const Run& run, std::span<con
         }
         if (r.policy->scorers != nullptr) {
             one["training"] = r.policy->scorers->spec.training;
+        }
+        if (r.policy->gates != nullptr) {
+            const examples::ScorerSpec& spec = r.policy->gates->spec;
+            one["training"] = spec.training;
+            one["system"] = spec.policy;
+            const int always = std::min(spec.sinks + spec.window, run.length);
+            for (const double rows : r.rows) {
+                const double beyond = std::max(0.0, rows / n - always);
+                one["gate_density"].push_back(rounded(beyond / std::max(1, run.length - always)));
+            }
         }
         for (const auto& [beta, recall] : r.recall) {
             nlohmann::json mean, chance;

@@ -181,10 +181,10 @@ class _Group:
 def _numbers_of(scorer, device):
     """d_qk, d_v, gate_softcap, rope and norm of a scorer inside the cache."""
     _, d_qk, d_v, _, layout, dims, norm = (numbers := scorer.call_numbers())[0]
-    (soft_cap, base), frequencies = numbers[1:]
+    (gate_softcap, base), frequencies = numbers[1:]
     if frequencies is not None:
         frequencies = frequencies.to(device, torch.float32).contiguous()
-    return d_qk, d_v, soft_cap, layout, dims, base, norm, frequencies
+    return d_qk, d_v, gate_softcap, layout, dims, base, norm, frequencies
 
 
 def _observation(scorer):

@@ -471,8 +471,8 @@ def _hand_over_hidden(model, layers, policies, width):
             )
         if policies[layer].scorer.width != width:
             raise ValueError(
-                f"width: {policies[layer].scorer.width} is not allowed; it must be {width}, the model's hidden "
-                "size"
+                f"width: {policies[layer].scorer.width} is not allowed; it must be {width}, the model's "
+                "hidden size"
             )
         if _leave_hidden not in found[layer]._forward_pre_hooks.values():
             found[layer].register_forward_pre_hook(_leave_hidden, with_kwargs=True)

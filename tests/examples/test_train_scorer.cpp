@@ -391,7 +391,9 @@ TEST_CASE("scorers learn here too, and held-out numbers say so") {
         CHECK(all[h] < half[h]);
         CHECK(half[h] < none[h]);
     }
-    CHECK(contains(message_of([&] { examples::check_fits(read, 3, 2, 8, "f"); }), "the model has 3 layers"));
+    llama::Config other;
+    other.layers = 3, other.kv_heads = 2, other.head_dim = 8;
+    CHECK(contains(message_of([&] { examples::check_fits(read, other, "f"); }), "the model has 3 layers"));
 }
 
 // A target that old keys win: teacher and student share the decay.

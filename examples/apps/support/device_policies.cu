@@ -3,6 +3,7 @@
 #include <kvpolicy/streaming_llm.hpp>
 
 #include "device_policies.hpp"
+#include "device_weights.cuh"
 
 #include <llama/cuda/cache_attention.cuh>
 
@@ -47,29 +48,11 @@ DeviceCache make_ranked(const DeviceSetting& setting, const DeviceBudget& budget
                 source, {}, std::move(weights));
 }
 
-void set(kvpolicy::MlpParameters<const float>& to, const kvpolicy::MlpParameters<float>& w) {
-    to = {w.w1, w.b1, w.w2, w.b2};
-}
-void set(kvpolicy::mLSTMParameters<const float>& to, const kvpolicy::mLSTMParameters<float>& w) {
-    to = {w.w_q, w.w_k, w.w_v, w.w_i, w.b_i, w.w_f, w.b_f, w.norm_gain, w.readout, w.readout_bias, w.skip};
-}
-
 template <class S>
 DeviceCache make_scored(const DeviceSetting& setting, const DeviceBudget& budget,
                         const TrainedScorers& trained, const ScorerStack<S>& stack) {
     std::vector<llama::DeviceArray<float>> weights;
-    std::vector<S> scorers;
-    for (std::size_t layer = 0; layer < stack.scorers.size(); ++layer) {
-        S scorer = stack.scorers[layer];
-        typename S::template parameters<float> on_device = stack.parameters[layer];
-        for_each_parameter(scorer, on_device, [&](const char*, float*& array, std::size_t count, bool) {
-            if (array != nullptr && count > 0) {
-                array = weights.emplace_back(std::span<const float>(array, count)).data();
-            }
-        });
-        set(scorer.weights, on_device);
-        scorers.push_back(scorer);
-    }
+    std::vector<S> scorers = on_device(stack, weights);
     using Policy = kvpolicy::KVpop<dynamic, dynamic, dynamic, S>;
     const Policy policy{
         Sink<>{budget.sinks}, Window<>{budget.window}, TopKBudget<>{budget.keys},

@@ -53,4 +53,10 @@ DeviceCache make_device_capped(const DeviceSetting& setting, const DeviceBudget&
 DeviceCache make_device_trained(const DeviceSetting& setting, const DeviceBudget& budget,
                                 const TrainedScorers& trained);
 
+/// A file of gates (SP-KV, WG-KV, LTE, DMS) in a DualCache with the pages of `max_seq_len` tokens, or of
+/// StreamLLM+, with the file's own numbers; `trained` must outlive the cache. bytes() are those of pages in
+/// use. Refuses rows other than BF16 for gates.
+DeviceCache make_device_gates(const DeviceSetting& setting, const TrainedScorers& trained,
+                              std::int64_t max_seq_len);
+
 }  // namespace examples

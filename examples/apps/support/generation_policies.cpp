@@ -178,16 +178,31 @@ const TrainedScorers& load(PolicySetting& setting) {
     const llama::Config& config = setting.model.config;
     if (options.scorers.empty()) {
         llama::fail(
-            "--scorers: is missing; the policy kvpop needs a file of trained scorers (docs/training.md)");
+            "--scorers: is missing; kvpop and gates need a file of trained scorers (docs/training.md)");
     }
     setting.scorers = load_scorers(options.scorers);
-    check_fits(*setting.scorers, config.layers, config.kv_heads, config.head_dim, options.scorers);
+    check_fits(*setting.scorers, config, options.scorers);
     return *setting.scorers;
+}
+
+/// Refuses a file of another system than `kvpop` or `gates` says.
+const TrainedScorers& load(PolicySetting& setting, bool own_numbers) {
+    const TrainedScorers& trained = load(setting);
+    if (trained.has_own_numbers() != own_numbers) {
+        llama::fail("--scorers: {} is of policy {}; it must be run with --policy {}", setting.options.scorers,
+                    trained.spec.policy, own_numbers ? "kvpop" : "gates");
+    }
+    return trained;
+}
+
+std::unique_ptr<llama::KvAttention> gates(PolicySetting& setting) {
+    return make_gates(setting.ctx, setting.model.config, load(setting, true), setting.max_seq_len,
+                      setting.options.rows);
 }
 
 std::unique_ptr<llama::KvAttention> kvpop(PolicySetting& setting) {
     const PolicyOptions& options = setting.options;
-    return make_trained(setting.ctx, setting.model.config, load(setting),
+    return make_trained(setting.ctx, setting.model.config, load(setting, false),
                         {"", options.budget, options.sinks, options.window}, false, options.rows);
 }
 
@@ -215,14 +230,18 @@ DeviceCache device_capped(PolicySetting& setting, const DeviceSetting& device) {
     return make_device_capped(device, budget, setting.thresholds);
 }
 DeviceCache device_kvpop(PolicySetting& setting, const DeviceSetting& device) {
-    const TrainedScorers& trained = load(setting);
+    const TrainedScorers& trained = load(setting, false);
     check_window(trained, setting.options.window);
     return make_device_trained(device, device_budget(setting.options), trained);
+}
+DeviceCache device_gates(PolicySetting& setting, const DeviceSetting& device) {
+    return make_device_gates(device, load(setting, true), setting.max_seq_len);
 }
 #else
 constexpr decltype(NamedPolicy::make_on_device) device_dense = nullptr, device_streaming = nullptr,
                                                 device_keynorm = nullptr, device_random = nullptr,
-                                                device_capped = nullptr, device_kvpop = nullptr;
+                                                device_capped = nullptr, device_kvpop = nullptr,
+                                                device_gates = nullptr;
 #endif
 
 constexpr NamedPolicy table[] = {
@@ -233,6 +252,8 @@ constexpr NamedPolicy table[] = {
      uses_budget | uses_sinks | uses_window | uses_gamma, keynorm, device_keynorm},
     {"kvpop", "KVpop: of the keys out of the window, those that trained scorers rank highest",
      uses_budget | uses_sinks | uses_window | uses_scorers, kvpop, device_kvpop},
+    {"gates", "SP-KV, WG-KV, LTE, DMS or StreamLLM+: what a file of trained gates says", uses_scorers, gates,
+     device_gates},
     {"random", "the same budget, a uniform sample of the keys out of the window",
      uses_budget | uses_sinks | uses_window, random, device_random},
     {"stride", "of the keys out of the window, every (1 / density)-th",
@@ -246,6 +267,14 @@ constexpr NamedPolicy table[] = {
 }  // namespace
 
 std::span<const NamedPolicy> generation_policies() { return table; }
+
+std::string_view policy_of_file(const std::string& scorers) {
+    if (scorers.empty()) {
+        return "streaming";
+    }
+    const llama::Safetensors file(scorers);
+    return spec_of(file.metadata(), file.path()).policy == "kvpop" ? "kvpop" : "gates";
+}
 
 std::vector<std::string_view> device_policy_names() {
     std::vector<std::string_view> names;

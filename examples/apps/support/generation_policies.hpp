@@ -64,6 +64,9 @@ struct NamedPolicy {
 
 std::span<const NamedPolicy> generation_policies();
 
+/// The policy for a file of trained scorers: kvpop or gates; streaming without a file.
+std::string_view policy_of_file(const std::string& scorers);
+
 /// Names of those that run on a GPU, for messages.
 std::vector<std::string_view> device_policy_names();
 

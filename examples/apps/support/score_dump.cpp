@@ -1,5 +1,6 @@
 #include "score_dump.hpp"
 
+#include <kvpolicy/scorers/hidden.hpp>
 #include <kvpolicy/scorers/sequence.hpp>
 
 #include "safetensors_writer.hpp"
@@ -21,7 +22,11 @@ namespace {
 /// Fills in the defaults.
 DumpOptions checked(DumpOptions o, const llama::Config& config, const TrainedScorers& trained,
                     std::size_t text) {
-    check_fits(trained, config.layers, config.kv_heads, config.head_dim, "scorers");
+    check_fits(trained, config, "scorers");
+    if (trained.spec.kind == "none") {
+        llama::fail("scorers: a file without scorers, of {}, is not allowed; it must have some",
+                    trained.system());
+    }
     const std::int32_t delay = trained.spec.delay;
     if (o.tokens < 1 || static_cast<std::size_t>(o.tokens) + static_cast<std::size_t>(delay) > text) {
         llama::fail(
@@ -66,11 +71,25 @@ std::vector<kvpolicy::bf16> stored(std::span<const float> rows) {
     return out;
 }
 
-/// The model's keys and values of a segment.
-void read_segment(llama::Engine& engine, std::span<const std::int32_t> tokens,
-                  llama::DenseAttention& attention) {
+/// The model's keys and values of a segment, and its hidden states by layer, [length, hidden_size].
+struct Segment {
+    llama::DenseAttention attention;
+    std::vector<std::vector<float>> hidden;
+};
+
+void read_segment(llama::Engine& engine, std::span<const std::int32_t> tokens, Segment& segment) {
     constexpr std::size_t chunk = 512;
-    attention.clear();
+    segment.attention.clear();
+    for (std::vector<float>& states : segment.hidden) {
+        states.clear();
+    }
+    const auto attention = [&](int layer, std::span<const std::int64_t> positions,
+                               std::span<const float> hidden, std::span<const float> q,
+                               std::span<const float> k, std::span<const float> v, std::span<float> out) {
+        std::vector<float>& states = segment.hidden[static_cast<std::size_t>(layer)];
+        states.insert(states.end(), hidden.begin(), hidden.end());
+        segment.attention(layer, positions, hidden, q, k, v, out);
+    };
     std::vector<std::int64_t> positions(tokens.size());
     std::iota(positions.begin(), positions.end(), 0);
     for (std::size_t at = 0; at < tokens.size(); at += chunk) {
@@ -82,22 +101,31 @@ void read_segment(llama::Engine& engine, std::span<const std::int32_t> tokens,
 
 /// [heads, length] of one layer; entries of the last `delay` tokens are zeros.
 std::vector<float> layer_scores(const kvpolicy::host& ctx, const TrainedScorers& trained, std::int32_t layer,
-                                const llama::DenseAttention& attention) {
+                                const Segment& segment) {
     const ScorerSpec& spec = trained.spec;
-    const auto length = static_cast<std::int32_t>(attention.length());
-    const auto keys = stored(attention.keys(layer)), values = stored(attention.values(layer));
-    const auto k = kvpolicy::view_bshd(keys.data(), 1, length, spec.heads, spec.head_dim_qk);
-    const auto v = kvpolicy::view_bshd(values.data(), 1, length, spec.heads, spec.head_dim_vo);
+    const auto length = static_cast<std::int32_t>(segment.attention.length());
+    const auto keys = stored(segment.attention.keys(layer)), values = stored(segment.attention.values(layer));
+    const auto dim = static_cast<std::int32_t>(keys.size() / static_cast<std::size_t>(spec.heads * length));
+    const auto k = kvpolicy::view_bshd(keys.data(), 1, length, spec.heads, dim);
+    const auto v = kvpolicy::view_bshd(values.data(), 1, length, spec.heads, dim);
+    const auto hidden =
+        kvpolicy::view_bhsd(segment.hidden[static_cast<std::size_t>(layer)].data(), 1, 1, length, spec.width);
     const kvpolicy::Sequences sequences{.batch = 1, .length = length};
     std::vector<float> scores(static_cast<std::size_t>(spec.heads) * static_cast<std::size_t>(length));
+    const auto into = kvpolicy::view_bhs(scores.data(), 1, spec.heads, length);
     std::visit(
-        [&](const auto& stack) {
-            const auto& scorer = stack.scorers[static_cast<std::size_t>(layer)];
-            std::vector<unsigned char> memory(
-                kvpolicy::score_sequence_workspace_bytes(ctx, scorer, k, v, sequences));
-            kvpolicy::score_sequence(ctx, scorer, k, v, sequences, spec.delay,
-                                     kvpolicy::view_bhs(scores.data(), 1, spec.heads, length),
-                                     {memory.data(), memory.size()});
+        [&]<class S>(const ScorerStack<S>& stack) {
+            const S& scorer = stack.scorers[static_cast<std::size_t>(layer)];
+            if constexpr (kvpolicy::HiddenScorer<S>) {
+                std::vector<unsigned char> memory(
+                    kvpolicy::score_hidden_workspace_bytes(ctx, scorer, hidden, sequences));
+                kvpolicy::score_hidden(ctx, scorer, hidden, sequences, into, {memory.data(), memory.size()});
+            } else {
+                std::vector<unsigned char> memory(
+                    kvpolicy::score_sequence_workspace_bytes(ctx, scorer, k, v, sequences));
+                kvpolicy::score_sequence(ctx, scorer, k, v, sequences, spec.delay, into,
+                                         {memory.data(), memory.size()});
+            }
         },
         trained.stack);
     return scores;
@@ -140,15 +168,16 @@ ScoreDump dump_scores(const kvpolicy::host& ctx, const llama::Model& model, cons
         dump.thresholds = of_layers(trained.thresholds(dump.options.share), layers, heads);
     }
     llama::Engine engine(model);
-    llama::DenseAttention attention(model.config);
+    Segment segment{llama::DenseAttention(model.config),
+                    std::vector<std::vector<float>>(static_cast<std::size_t>(model.config.layers))};
     const auto segments =
         dump_segments(dump.options.tokens, dump.options.segment, dump.options.overlap, delay);
     for (const auto& [begin, end, from, to] : segments) {
         const auto length = static_cast<std::size_t>(end) - static_cast<std::size_t>(begin);
-        read_segment(engine, text.subspan(static_cast<std::size_t>(begin), length), attention);
+        read_segment(engine, text.subspan(static_cast<std::size_t>(begin), length), segment);
         float* into = dump.scores.data() + from;
         for (const std::int32_t layer : layers) {
-            const std::vector<float> scores = layer_scores(ctx, trained, layer, attention);
+            const std::vector<float> scores = layer_scores(ctx, trained, layer, segment);
             for (auto head = scores.begin(); head != scores.end();
                  head += static_cast<std::ptrdiff_t>(length)) {
                 std::copy(head + (from - begin), head + (to - begin), into);

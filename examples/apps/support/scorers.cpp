@@ -7,12 +7,20 @@
 #include <llama/error.hpp>
 #include <llama/safetensors.hpp>
 
+#include <algorithm>
 #include <charconv>
 #include <cmath>
 #include <utility>
 
 namespace examples {
 namespace {
+
+constexpr std::string_view rope_layouts[] = {"none", "interleaved", "half_split"};  // as the library's
+
+kvpolicy::Rope rope_of(const ScorerSpec& spec) {
+    const auto layout = std::ranges::find(rope_layouts, spec.rope_layout) - std::begin(rope_layouts);
+    return {static_cast<kvpolicy::rope_layout>(layout), spec.rope_base, spec.rope_dims};
+}
 
 Mlp sized(const ScorerSpec& spec, Mlp scorer) {
     scorer.heads = spec.heads, scorer.head_dim_qk = spec.head_dim_qk, scorer.head_dim_vo = spec.head_dim_vo;
@@ -23,6 +31,22 @@ Mlstm sized(const ScorerSpec& spec, Mlstm scorer) {
     scorer.heads = spec.heads, scorer.head_dim_qk = spec.head_dim_qk, scorer.head_dim_vo = spec.head_dim_vo;
     scorer.d_qk = spec.d_qk, scorer.d_v = spec.d_v, scorer.gate_softcap = spec.gate_softcap;
     scorer.norm = spec.layer_norm ? kvpolicy::mlstm_norm::layer : kvpolicy::mlstm_norm::rms;
+    return scorer;
+}
+
+WriteGate sized(const ScorerSpec& spec, WriteGate scorer) {
+    scorer.heads = spec.heads, scorer.head_dim_qk = spec.head_dim_qk, scorer.head_dim_vo = spec.head_dim_vo;
+    scorer.hidden = spec.hidden;
+    scorer.input.rope = rope_of(spec);
+    return scorer;
+}
+Conv sized(const ScorerSpec& spec, Conv scorer) {
+    scorer.heads = spec.heads, scorer.head_dim_qk = spec.head_dim_qk, scorer.head_dim_vo = spec.head_dim_vo;
+    scorer.rope = rope_of(spec);
+    return scorer;
+}
+Predictor sized(const ScorerSpec& spec, Predictor scorer) {
+    scorer.heads = spec.heads, scorer.hidden = spec.hidden, scorer.input.width = spec.width;
     return scorer;
 }
 
@@ -38,8 +62,47 @@ bool is_matrix(std::string_view name) {
 /// What "norm" of a file says; 1 is an RMS norm.
 const std::string layer_norm_name = "layer";
 
+/// The shape of a parameter of `count` numbers in a file.
+template <class S>
+std::vector<std::int64_t> shape_of(const S& scorer, std::string_view name, std::int64_t count) {
+    const std::int64_t per_head = count / scorer.heads, inputs = scorer.input_size();
+    if (is_matrix(name)) {
+        return {scorer.heads, per_head / inputs, inputs};
+    }
+    return per_head > 1 ? std::vector<std::int64_t>{scorer.heads, per_head}
+                        : std::vector<std::int64_t>{scorer.heads};
+}
+std::vector<std::int64_t> shape_of(const Conv& scorer, std::string_view name, std::int64_t count) {
+    const std::int64_t per_head = count / scorer.heads;
+    if (name == "readout_bias") {
+        return {scorer.heads};
+    }
+    if (name.front() != 'w') {
+        return {scorer.heads, per_head};
+    }
+    const std::int64_t inputs = scorer.channels(name.back() - '1');
+    return {scorer.heads, per_head / inputs / 3, 3, inputs};
+}
+std::vector<std::int64_t> shape_of(const Predictor& scorer, std::string_view name, std::int64_t count) {
+    const std::int64_t rows = name == "w2" || name == "b2" ? scorer.heads : scorer.hidden;
+    return name.front() == 'w' ? std::vector<std::int64_t>{rows, count / rows}
+                               : std::vector<std::int64_t>{rows};
+}
+
 const char* number_names[] = {"layers", "heads", "dim_k", "dim_v", "hidden",
                               "d_qk",   "d_v",   "delay", "sinks", "window"};
+
+/// What a policy may score keys with, and its name for people.
+struct System {
+    std::string_view policy, name;
+    std::vector<std::string_view> kinds;
+};
+const System systems[] = {{"kvpop", "KVpop", {"mlp", "mlstm", "linear"}},
+                          {"spkv", "SP-KV", {"utility"}},
+                          {"wgkv", "WG-KV", {"write_gate"}},
+                          {"lte", "LTE", {"conv"}},
+                          {"dms", "DMS", {"linear", "mlp", "utility"}},
+                          {"streaming", "StreamLLM+", {"none"}}};
 
 std::int32_t* number(ScorerSpec& spec, std::size_t i) {
     std::int32_t* fields[] = {&spec.layers, &spec.heads, &spec.head_dim_qk, &spec.head_dim_vo, &spec.hidden,
@@ -80,19 +143,12 @@ ScorerStack<S>::ScorerStack(const ScorerSpec& spec) {
             if (count == 0 || left_out(spec, name)) {
                 return;
             }
-            const auto per_head = static_cast<std::int64_t>(count) / spec.heads;
-            const std::int64_t inputs = scorer.input_size();
             Array& added = arrays.emplace_back();
             added.name = fmt::format("layers.{}.{}", l, name);
-            added.shape = {spec.heads};
-            if (is_matrix(name)) {
-                added.shape.insert(added.shape.end(), {per_head / inputs, inputs});
-            } else if (per_head > 1) {
-                added.shape.push_back(per_head);
-            }
+            added.shape = shape_of(scorer, name, static_cast<std::int64_t>(count));
             added.data.assign(count, 0.0f);
-            added.decays =
-                per_head > 1 && std::string_view(name) != "b1" && std::string_view(name) != "norm_gain";
+            added.decays = added.shape.size() > 1 && std::string_view(name) != "b1" &&
+                           std::string_view(name) != "norm_gain";
             array = added.data.data();  // stays where it is when the vector of arrays moves
         });
         std::vector<const float*> pointers;
@@ -115,6 +171,9 @@ void ScorerStack<S>::initialize(std::uint64_t seed) {
 
 template class ScorerStack<Mlp>;
 template class ScorerStack<Mlstm>;
+template class ScorerStack<WriteGate>;
+template class ScorerStack<Conv>;
+template class ScorerStack<Predictor>;
 
 std::map<std::string, std::string> to_metadata(const ScorerSpec& spec) {
     std::map<std::string, std::string> out;
@@ -122,7 +181,22 @@ std::map<std::string, std::string> to_metadata(const ScorerSpec& spec) {
         out["training." + key] = value;
     }
     out["format"] = "kvpolicy-scorers-1";
+    out["policy"] = spec.policy;
     out["kind"] = spec.kind;
+    if (spec.policy != "kvpop" && spec.policy != "streaming") {
+        out["threshold"] = fmt::format("{}", spec.threshold);
+    }
+    if (spec.budget >= 0) {
+        out["budget"] = std::to_string(spec.budget);
+    }
+    if (spec.kind == "utility") {
+        out["width"] = std::to_string(spec.width);
+    }
+    if (spec.rope_layout != "none") {
+        out["rope_layout"] = spec.rope_layout;
+        out["rope_base"] = fmt::format("{}", spec.rope_base);
+        out["rope_dims"] = std::to_string(spec.rope_dims);
+    }
     ScorerSpec copy = spec;
     for (std::size_t i = 0; i < std::size(number_names); ++i) {
         out[number_names[i]] = std::to_string(*number(copy, i));
@@ -134,6 +208,30 @@ std::map<std::string, std::string> to_metadata(const ScorerSpec& spec) {
     out["gamma_max"] = fmt::format("{}", spec.gamma_max);
     return out;
 }
+
+namespace {
+
+/// Refuses a policy that is unknown, and kinds of scorers that it does not have.
+void check_system(const ScorerSpec& spec, const std::string& file) {
+    const auto* const found = std::ranges::find(systems, spec.policy, &System::policy);
+    if (found == std::end(systems)) {
+        llama::fail("{}: has policy {}; kvpop, spkv, wgkv, lte, dms and streaming are known", file,
+                    llama::printable(spec.policy));
+    }
+    if (std::ranges::find(found->kinds, spec.kind) == found->kinds.end()) {
+        llama::fail("{}: has scorers of kind {} for policy {}; it must be one of {}", file,
+                    llama::printable(spec.kind), spec.policy, fmt::join(found->kinds, ", "));
+    }
+}
+
+/// Whether a file with scorers of this kind has a number of this name.
+bool has_number(std::string_view kind, std::string_view name) {
+    const bool of_policy = name == "sinks" || name == "window";
+    const bool of_predictor = of_policy || name == "layers" || name == "heads" || name == "hidden";
+    return kind == "none" ? of_policy : kind == "utility" ? of_predictor : true;
+}
+
+}  // namespace
 
 ScorerSpec spec_of(const std::map<std::string, std::string, std::less<>>& metadata, const std::string& file) {
     const auto text = [&](std::string_view key) -> const std::string& {
@@ -155,34 +253,65 @@ ScorerSpec spec_of(const std::map<std::string, std::string, std::less<>>& metada
         llama::fail("{}: has format {}; kvpolicy-scorers-1 is needed", file,
                     llama::printable(text("format")));
     }
-    ScorerSpec spec;
-    spec.kind = text("kind");
-    if (spec.kind != "mlp" && spec.kind != "mlstm") {
-        llama::fail("{}: has scorers of kind {}; mlp and mlstm are known", file, llama::printable(spec.kind));
-    }
-    for (std::size_t i = 0; i < std::size(number_names); ++i) {
-        std::int32_t& value = *number(spec, i);
-        parse(number_names[i], value);
-        const std::int32_t least =
-            std::string_view(number_names[i]) == "delay" || std::string_view(number_names[i]) == "sinks" ? 0
-                                                                                                         : 1;
+    const auto given = [&](std::string_view key) { return metadata.find(key) != metadata.end(); };
+    const auto parse_from = [&](std::string_view key, std::int32_t& value, std::int32_t least) {
+        parse(key, value);
         if (value < least || value > 1 << 16) {
-            llama::fail("{}: \"{}\" is {}; it must be {} to {}", file, number_names[i], value, least,
-                        1 << 16);
+            llama::fail("{}: \"{}\" is {}; it must be {} to {}", file, key, value, least, 1 << 16);
+        }
+    };
+    ScorerSpec spec;
+    spec.policy = given("policy") ? text("policy") : spec.policy;
+    spec.kind = text("kind");
+    check_system(spec, file);
+    for (std::size_t i = 0; i < std::size(number_names); ++i) {
+        const std::string_view name = number_names[i];
+        if (has_number(spec.kind, name)) {
+            parse_from(name, *number(spec, i), name == "delay" || name == "sinks" ? 0 : 1);
         }
     }
-    parse("gate_softcap", spec.gate_softcap);
+    if (spec.kind != "utility" && spec.kind != "none") {
+        parse("gate_softcap", spec.gate_softcap);
+        spec.norm = text("norm") == "1";
+        spec.layer_norm = text("norm") == layer_norm_name;
+        if (!spec.norm && !spec.layer_norm && text("norm") != "0") {
+            llama::fail("{}: \"norm\" is {}; it must be 0, 1 (an RMS norm) or {}", file,
+                        llama::printable(text("norm")), layer_norm_name);
+        }
+        spec.skip = text("skip") == "1";
+    }
     parse("gamma_min", spec.gamma_min);
     parse("gamma_max", spec.gamma_max);
-    spec.norm = text("norm") == "1";
-    spec.layer_norm = text("norm") == layer_norm_name;
-    if (!spec.norm && !spec.layer_norm && text("norm") != "0") {
-        llama::fail("{}: \"norm\" is {}; it must be 0, 1 (an RMS norm) or {}", file,
-                    llama::printable(text("norm")), layer_norm_name);
-    }
-    spec.skip = text("skip") == "1";
     if (spec.kind == "mlstm" && spec.delay != 0 && spec.delay != spec.window) {
         llama::fail("{}: \"delay\" is {}; it must be the window, {}, or 0", file, spec.delay, spec.window);
+    }
+    if (spec.kind == "conv" && (spec.delay != spec.window || spec.window < 13)) {
+        llama::fail("{}: \"delay\" is {}; it must be the window, {}, which must be 13 or more", file,
+                    spec.delay, spec.window);
+    }
+    if (spec.kind == "utility") {
+        parse_from("width", spec.width, 1);
+    }
+    if (spec.kind == "linear") {
+        spec.hidden = 2;
+    }
+    if (given("threshold")) {
+        parse("threshold", spec.threshold);
+        if (!(spec.threshold >= 0.0 && spec.threshold <= 1.0)) {
+            llama::fail("{}: \"threshold\" is {}; it must be a probability, 0 to 1", file, spec.threshold);
+        }
+    }
+    if (given("budget")) {
+        parse_from("budget", spec.budget, 0);
+    }
+    if (given("rope_layout")) {
+        spec.rope_layout = text("rope_layout");
+        if (std::ranges::find(rope_layouts, spec.rope_layout) == std::end(rope_layouts)) {
+            llama::fail("{}: \"rope_layout\" is {}; it must be one of {}", file,
+                        llama::printable(spec.rope_layout), fmt::join(rope_layouts, ", "));
+        }
+        parse("rope_base", spec.rope_base);
+        parse_from("rope_dims", spec.rope_dims, 0);
     }
     constexpr std::string_view prefix = "training.";
     for (const auto& [key, value] : metadata) {
@@ -205,8 +334,9 @@ std::vector<float> log_gammas(const ScorerSpec& spec, const std::vector<float>& 
 std::string beta_name(float beta) { return std::isinf(beta) ? "inf" : fmt::format("{:g}", beta); }
 
 std::string TrainedScorers::system() const {
-    if (spec.kind == "mlp") {
-        return "KVpop-mlp";
+    const std::string name(std::ranges::find(systems, spec.policy, &System::policy)->name);
+    if (spec.kind != "mlstm") {
+        return name + (spec.kind == "mlp" && spec.policy == "kvpop" ? "-mlp" : "");
     }
     return spec.delay == 0 ? "KVpop immediate" : "KVpop";
 }
@@ -250,8 +380,7 @@ std::vector<float> read(const llama::Safetensors& file, const std::string& name,
 }
 
 template <class S>
-std::variant<ScorerStack<Mlp>, ScorerStack<Mlstm>> read_stack(const ScorerSpec& spec,
-                                                              const llama::Safetensors& file) {
+AnyStack read_stack(const ScorerSpec& spec, const llama::Safetensors& file) {
     ScorerStack<S> stack(spec);
     for (auto& array : stack.arrays) {
         const std::vector<float> values = read(file, array.name, array.shape);
@@ -260,13 +389,68 @@ std::variant<ScorerStack<Mlp>, ScorerStack<Mlstm>> read_stack(const ScorerSpec& 
     return stack;
 }
 
+/// z = a . x + b as SiLU(z) - SiLU(-z).
+AnyStack read_linear(const ScorerSpec& spec, const llama::Safetensors& file) {
+    ScorerStack<Mlp> stack(spec);
+    const std::int64_t heads = spec.heads, inputs = std::int64_t{spec.head_dim_qk} + spec.head_dim_vo;
+    for (std::int32_t layer = 0; layer < spec.layers; ++layer) {
+        const std::string name = fmt::format("layers.{}.", layer);
+        const auto weight = read(file, name + "weight", {heads, inputs});
+        const auto bias = file.find(name + "bias") == nullptr
+                              ? std::vector<float>(static_cast<std::size_t>(heads), 0.0f)
+                              : read(file, name + "bias", {heads});
+        const kvpolicy::MlpParameters<float>& to = stack.parameters[static_cast<std::size_t>(layer)];
+        for (std::int64_t head = 0; head < heads; ++head) {
+            for (const int unit : {0, 1}) {
+                const float sign = unit == 0 ? 1.0f : -1.0f;
+                const std::int64_t row = head * 2 + unit;
+                std::transform(weight.begin() + head * inputs, weight.begin() + (head + 1) * inputs,
+                               to.w1 + row * inputs, [&](float x) { return sign * x; });
+                to.b1[row] = sign * bias[static_cast<std::size_t>(head)];
+                to.w2[row] = sign;
+            }
+        }
+    }
+    return stack;
+}
+
+AnyStack read_any(const ScorerSpec& spec, const llama::Safetensors& file) {
+    return spec.kind == "linear"       ? read_linear(spec, file)
+           : spec.kind == "mlstm"      ? read_stack<Mlstm>(spec, file)
+           : spec.kind == "write_gate" ? read_stack<WriteGate>(spec, file)
+           : spec.kind == "conv"       ? read_stack<Conv>(spec, file)
+           : spec.kind == "utility"    ? read_stack<Predictor>(spec, file)
+                                       : read_stack<Mlp>(spec, file);  // none: of no layers
+}
+
+/// Frequencies of RoPE that are no powers of a base.
+void read_frequencies(TrainedScorers& scorers, const llama::Safetensors& file) {
+    if (file.find("rope_frequencies") == nullptr) {
+        return;
+    }
+    const ScorerSpec& spec = scorers.spec;
+    scorers.frequencies =
+        read(file, "rope_frequencies", {(spec.rope_dims == 0 ? spec.head_dim_qk : spec.rope_dims) / 2});
+    const float* const frequencies = scorers.frequencies.data();
+    if (auto* gates = std::get_if<ScorerStack<WriteGate>>(&scorers.stack)) {
+        for (WriteGate& scorer : gates->scorers) {
+            scorer.input.rope.frequencies = frequencies;
+        }
+    } else if (auto* convolutions = std::get_if<ScorerStack<Conv>>(&scorers.stack)) {
+        for (Conv& scorer : convolutions->scorers) {
+            scorer.rope.frequencies = frequencies;
+        }
+    }
+}
+
 }  // namespace
 
 TrainedScorers load_scorers(const std::filesystem::path& path) {
     const llama::Safetensors file(path);
     ScorerSpec spec = spec_of(file.metadata(), file.path());
-    auto stack = spec.kind == "mlp" ? read_stack<Mlp>(spec, file) : read_stack<Mlstm>(spec, file);
-    TrainedScorers scorers{std::move(spec), std::move(stack), {}, {}, {}};
+    auto stack = read_any(spec, file);
+    TrainedScorers scorers{std::move(spec), std::move(stack), {}, {}, {}, {}};
+    read_frequencies(scorers, file);
     const std::int64_t layers = scorers.spec.layers, heads = scorers.spec.heads;
     if (file.find("alpha") != nullptr) {
         scorers.alpha = read(file, "alpha", {layers, heads});
@@ -278,15 +462,25 @@ TrainedScorers load_scorers(const std::filesystem::path& path) {
     return scorers;
 }
 
-void check_fits(const TrainedScorers& scorers, std::int32_t layers, std::int32_t heads, std::int32_t head_dim,
-                const std::string& file) {
+void check_fits(const TrainedScorers& scorers, const llama::Config& config, const std::string& file) {
     const ScorerSpec& s = scorers.spec;
-    if (s.layers != layers || s.heads != heads || s.head_dim_qk != head_dim || s.head_dim_vo != head_dim) {
+    if (s.kind == "none") {
+        return;
+    }
+    if (s.kind == "utility" && s.width != config.hidden_size && s.layers == config.layers &&
+        s.heads == config.kv_heads) {
+        llama::fail("{}: has scorers of hidden states of {}; the model's have {}", file, s.width,
+                    config.hidden_size);
+    }
+    const bool dims =
+        s.kind == "utility" || (s.head_dim_qk == config.head_dim && s.head_dim_vo == config.head_dim);
+    if (s.layers != config.layers || s.heads != config.kv_heads || !dims) {
         llama::fail(
             "{}: has scorers for {} layers, {} KV heads, keys of {} and values of {}; the model has {} "
             "layers, "
             "{} KV heads and a head_dim of {}",
-            file, s.layers, s.heads, s.head_dim_qk, s.head_dim_vo, layers, heads, head_dim);
+            file, s.layers, s.heads, s.head_dim_qk, s.head_dim_vo, config.layers, config.kv_heads,
+            config.head_dim);
     }
 }
 

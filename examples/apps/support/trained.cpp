@@ -48,7 +48,7 @@ std::unique_ptr<llama::KvAttention> make(const kvpolicy::host& ctx, const llama:
 }  // namespace
 
 void check_window(const TrainedScorers& trained, std::int32_t window) {
-    if (trained.spec.delay != 0 && window != trained.spec.window) {
+    if (trained.spec.delay != 0 && window != trained.spec.window && !trained.has_own_numbers()) {
         llama::fail("window: {} is not allowed; these scorers read keys after {} tokens, so it must be {}",
                     window, trained.spec.window, trained.spec.window);
     }
@@ -57,8 +57,11 @@ void check_window(const TrainedScorers& trained, std::int32_t window) {
 std::unique_ptr<llama::KvAttention> make_trained(const kvpolicy::host& ctx, const llama::Config& config,
                                                  const TrainedScorers& trained, const PolicyChoice& choice,
                                                  bool match_state, llama::DType rows) {
-    check_fits(trained, config.layers, config.kv_heads, config.head_dim, "scorers");
+    check_fits(trained, config, "scorers");
     check_window(trained, choice.window);
+    if (trained.has_own_numbers()) {
+        llama::fail("scorers: policy {} is not allowed; it must be kvpop", trained.spec.policy);
+    }
     if (const auto* mlp = std::get_if<ScorerStack<Mlp>>(&trained.stack)) {
         return make<Mlp>(ctx, config, trained, choice, match_state, rows, mlp->scorers);
     }
@@ -76,7 +79,7 @@ std::unique_ptr<llama::KvAttention> make_trained(const kvpolicy::host& ctx, cons
 std::unique_ptr<llama::KvAttention> make_gated(const kvpolicy::host& ctx, const llama::Config& config,
                                                const TrainedScorers& trained, const PolicyChoice& choice,
                                                std::int32_t length, std::int32_t max_seq_len) {
-    check_fits(trained, config.layers, config.kv_heads, config.head_dim, "scorers");
+    check_fits(trained, config, "scorers");
     const auto* mlp = std::get_if<ScorerStack<Mlp>>(&trained.stack);
     if (mlp == nullptr) {
         llama::fail("gated: {} is not allowed; scores must be there when a key arrives, as an mlp's are",

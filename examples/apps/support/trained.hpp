@@ -24,6 +24,13 @@ std::unique_ptr<llama::KvAttention> make_trained(const kvpolicy::host& ctx, cons
                                                  bool match_state = false,
                                                  llama::DType rows = llama::DType::bf16);
 
+/// A file of gates (SP-KV, WG-KV, LTE, DMS) in a DualCache, or of StreamLLM+ in a FixedBudgetCache, with the
+/// file's sinks, window, threshold and cap, and rows of type `rows` (BF16 or F32). `trained` must outlive the
+/// attention; `max_seq_len` is the most tokens. Refuses what check_fits refuses.
+std::unique_ptr<llama::KvAttention> make_gates(const kvpolicy::host& ctx, const llama::Config& config,
+                                               const TrainedScorers& trained, std::int32_t max_seq_len,
+                                               llama::DType rows = llama::DType::bf16);
+
 /// WG-KV's rule on a trained MLP's scores, in a DualCache: a key that leaves the window stays where its score
 /// passes a threshold. The thresholds, one a head, are such that `choice.budget` rows would be held after
 /// `length` tokens of the training text; what is held here depends on the text. Refuses other scorers, and

@@ -45,7 +45,7 @@ class DeviceAttention {
     /// among scores say.
     virtual void check() const = 0;
 
-    /// Bytes of keys and values that the cache was given.
+    /// Bytes of keys and values that the cache was given; of one of pages those in use.
     [[nodiscard]] virtual std::size_t bytes() const = 0;
 };
 

@@ -195,7 +195,8 @@ class DeviceCacheAttention final : public DeviceAttention {
     }
     std::size_t bytes() const override {
         if constexpr (pooled) {
-            return static_cast<std::size_t>(cache_.attached_pages() * page_size) *
+            // The pages that sequences have, of those that the slab has for the longest.
+            return static_cast<std::size_t>((cache_.attached_pages() - cache_.free_pages(ctx_)) * page_size) *
                    static_cast<std::size_t>(2 * config_.head_dim) * sizeof(T);
         } else {
             return cache_.bytes().keys_and_values;

@@ -20,6 +20,7 @@
 #include <iterator>
 #include <limits>
 #include <memory>
+#include <numeric>
 #include <span>
 #include <string>
 #include <utility>
@@ -241,6 +242,56 @@ TEST_CASE("SP-KV's predictor: the host's text, and the keys that the paper's for
                                 (m.prompt.size() - test::predictor_window);
         CHECK(kept > all / 10);
         CHECK(kept < all * 9 / 10);
+    }
+}
+
+TEST_CASE("files of gates: the host's logits and entries") {
+    // A tiny model with a file for each system; rows in bf16 on both. Keys differ by the rounding of what led
+    // to them, and gates so near to their threshold that it decides are few.
+    const std::string folder = KVPOLICY_TEST_VECTORS "/gates/";
+    const llama::Model model = llama::load_model(folder);
+    const kvpolicy::host ctx{0};
+    llama::DeviceEngine engine(model, llama::DType::f32);
+    const DeviceSetting device{engine.stream(), engine.config(), llama::DType::bf16, 32};
+    std::vector<std::int32_t> tokens(200);
+    for (std::size_t i = 0; i < tokens.size(); ++i) {
+        tokens[i] = 1 + static_cast<std::int32_t>(i * i * 7 + i * 3) % 47;
+    }
+    std::vector<std::int64_t> positions(tokens.size());
+    std::iota(positions.begin(), positions.end(), 0);
+    const auto vocab = static_cast<std::size_t>(model.config.vocab_size);
+    for (const char* name :
+         {"spkv", "wgkv", "wgkv-capped", "lte", "dms-linear", "dms-mlp", "dms-hidden", "streaming"}) {
+        CAPTURE(name);
+        const TrainedScorers trained = load_scorers(folder + name + ".safetensors");
+        const HostCache host_cache = make_gates(ctx, model.config, trained, 256);
+        const DeviceCache device_cache = make_device_gates(device, trained, 256);
+        llama::Engine host_engine(model);
+        const auto expected = host_engine.forward(tokens, positions, *host_cache, llama::Logits::all);
+        std::vector<float> got(tokens.size() * vocab);
+        engine.forward(tokens, *device_cache, got);
+        double sum = 0.0, size = 0.0;
+        for (std::size_t i = 0; i < got.size(); ++i) {
+            sum += std::abs(static_cast<double>(got[i]) - static_cast<double>(expected[i]));
+            size += std::abs(static_cast<double>(expected[i]));
+        }
+        MESSAGE(name, ": logits differ by ", sum / size, " of their size; ", device_cache->rows_per_head(),
+                " entries per head, the host has ", host_cache->rows_per_head());
+        CHECK(sum < 0.02 * size);
+        CHECK(std::abs(device_cache->rows_per_head() - host_cache->rows_per_head()) <= 3.0);
+        // Steps as a graph, and the memory of the pages in use.
+        std::vector<std::int32_t> written;
+        const auto take = [&](std::int32_t token) {
+            written.push_back(token);
+            return true;
+        };
+        const DeviceCache steps = make_device_gates(device, trained, 256);
+        CHECK(engine.write(tokens, *steps, {}, 20, take) == 20);
+        CHECK(steps->length() == static_cast<std::int64_t>(tokens.size()) + 19);
+        if (trained.spec.policy != "streaming") {
+            const double pages = std::ceil((steps->rows_per_head() + 16.0) / 16.0) + 1.0;
+            CHECK(static_cast<double>(steps->bytes()) <= pages * 4.0 * 16.0 * 16.0 * 2.0);
+        }
     }
 }
 

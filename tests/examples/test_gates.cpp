@@ -1,0 +1,185 @@
+// Files of gates that Python wrote (tests/reference/make_gates.py): the engine's logits, text and entries are
+// those of Python's cache. What a file may not say is refused.
+#include "support.hpp"
+#include "support/score_dump.hpp"
+#include "support/trained.hpp"
+
+#include <doctest/doctest.h>
+#include <llama/engine.hpp>
+#include <llama/model.hpp>
+#include <nlohmann/json.hpp>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <fstream>
+#include <map>
+#include <memory>
+#include <numeric>
+#include <span>
+#include <string>
+#include <vector>
+
+using test::contains;
+using test::message_of;
+
+namespace {
+
+const std::string folder = std::string(TEST_VECTORS) + "/gates/";
+
+const llama::Model& model() {
+    static const llama::Model loaded = llama::load_model(folder);
+    return loaded;
+}
+const nlohmann::json& expected() {
+    static const nlohmann::json read = nlohmann::json::parse(std::ifstream(folder + "expected.json"));
+    return read;
+}
+std::vector<std::int32_t> prompt() { return expected()["prompt"].get<std::vector<std::int32_t>>(); }
+
+std::unique_ptr<llama::KvAttention> cache_of(const kvpolicy::host& ctx,
+                                             const examples::TrainedScorers& trained, llama::DType rows) {
+    if (trained.has_own_numbers()) {
+        return examples::make_gates(ctx, model().config, trained, 128, rows);
+    }
+    const examples::ScorerSpec& spec = trained.spec;
+    return examples::make_trained(ctx, model().config, trained,
+                                  {"", spec.sinks + spec.window + spec.budget, spec.sinks, spec.window},
+                                  false, rows);
+}
+
+/// Feeds the prompt in chunks of `chunk` tokens and the expected text; returns the logits of the prompt's
+/// last token and of those after it.
+std::vector<std::vector<float>> logits_of(llama::KvAttention& cache, const std::vector<std::int32_t>& text,
+                                          std::size_t chunk) {
+    llama::Engine engine(model());
+    std::vector<std::vector<float>> all;
+    std::span<const float> logits;
+    const auto feed = [&](std::span<const std::int32_t> tokens) {
+        std::vector<std::int64_t> positions(tokens.size());
+        std::iota(positions.begin(), positions.end(), cache.length());
+        logits = engine.forward(tokens, positions, cache);
+    };
+    const std::vector<std::int32_t> start = prompt();
+    for (std::size_t at = 0; at < start.size(); at += chunk) {
+        feed(std::span(start).subspan(at, std::min(chunk, start.size() - at)));
+    }
+    all.emplace_back(logits.begin(), logits.end());
+    for (const std::int32_t token : text) {
+        feed({&token, 1});
+        all.emplace_back(logits.begin(), logits.end());
+    }
+    return all;
+}
+
+/// The refusal of a file's metadata with `changes`.
+std::string refusal_of(const std::map<std::string, std::string>& changes) {
+    std::map<std::string, std::string, std::less<>> metadata;
+    for (const auto& [key, value] :
+         examples::to_metadata(examples::load_scorers(folder + "wgkv.safetensors").spec)) {
+        metadata[key] = value;
+    }
+    for (const auto& [key, value] : changes) {
+        metadata[key] = value;
+    }
+    return message_of([&] { examples::spec_of(metadata, "f"); });
+}
+
+}  // namespace
+
+TEST_CASE("files of every system: Python's logits, text and entries") {
+    const kvpolicy::host ctx(2);
+    for (const auto& [name, want] : expected()["files"].items()) {
+        const examples::TrainedScorers trained = examples::load_scorers(folder + name + ".safetensors");
+        CHECK(trained.spec.training.at("recipe") == "random weights");
+        const auto text = want["text"].get<std::vector<std::int32_t>>();
+        for (const std::size_t chunk : {prompt().size(), std::size_t{13}, std::size_t{1}}) {
+            CAPTURE(name);
+            CAPTURE(chunk);
+            const auto cache = cache_of(ctx, trained, llama::DType::f32);
+            const auto logits = logits_of(*cache, text, chunk);
+            const auto numbers = want["logits"].get<std::vector<std::vector<float>>>();
+            REQUIRE(logits.size() == numbers.size());
+            double worst = 0.0;
+            for (std::size_t i = 0; i < logits.size(); ++i) {
+                for (std::size_t j = 0; j < logits[i].size(); ++j) {
+                    worst = std::max(worst, std::abs(double{logits[i][j]} - double{numbers[i][j]}));
+                }
+                if (i < text.size()) {
+                    CHECK(std::ranges::max_element(logits[i]) - logits[i].begin() == text[i]);
+                }
+            }
+            CHECK(worst < 2e-3);
+            for (int layer = 0; layer < 2; ++layer) {
+                for (int head = 0; head < 2; ++head) {
+                    auto held = cache->retained(layer, head);
+                    std::ranges::sort(held);
+                    CHECK(held == want["held"][static_cast<std::size_t>(2 * layer + head)]
+                                      .get<std::vector<kvpolicy::position_t>>());
+                }
+            }
+        }
+    }
+}
+
+TEST_CASE("bytes are those of the keys that gates admit; rows in bf16") {
+    const kvpolicy::host ctx(1);
+    examples::TrainedScorers trained = examples::load_scorers(folder + "wgkv.safetensors");
+    std::map<double, std::size_t> bytes;
+    for (const double threshold : {0.0, 1.0}) {
+        trained.spec.threshold = threshold;
+        const auto cache = examples::make_gates(ctx, model().config, trained, 2048, llama::DType::bf16);
+        llama::Engine engine(model());
+        std::vector<std::int64_t> positions(64);
+        std::vector<std::int32_t> tokens(64, 7);
+        for (int chunk = 0; chunk < 32; ++chunk) {
+            std::iota(positions.begin(), positions.end(), cache->length());
+            engine.forward(tokens, positions, *cache, llama::Logits::none);
+        }
+        CHECK(cache->rows_per_head() == (threshold == 0.0 ? 2048.0 : 16.0));
+        bytes[threshold] = cache->bytes();
+    }
+    // 4 heads of 2048 keys and values of 8 numbers; a slab has 2048 entries.
+    CHECK(bytes[0.0] >= std::size_t{4} * 2048 * 16 * 2);
+    CHECK(bytes[1.0] == std::size_t{2048} * 16 * 2);
+}
+
+TEST_CASE("scores of a text: of hidden states, of positions and of neighbors") {
+    const kvpolicy::host ctx(1);
+    std::vector<std::int32_t> text = prompt();
+    for (const std::string name : {"spkv", "wgkv", "lte", "dms-linear"}) {
+        const examples::TrainedScorers trained = examples::load_scorers(folder + name + ".safetensors");
+        const auto dump =
+            examples::dump_scores(ctx, model(), trained, text, {.tokens = 50, .segment = 72, .layers = {}});
+        CHECK(dump.scores.size() == std::size_t{2} * 2 * 50);
+        CHECK(std::ranges::any_of(dump.scores, [](float x) { return std::abs(x) > 0.01f; }));
+    }
+    const examples::TrainedScorers none = examples::load_scorers(folder + "streaming.safetensors");
+    CHECK(contains(
+        message_of([&] { examples::dump_scores(ctx, model(), none, text, {.tokens = 50, .layers = {}}); }),
+        "a file without scorers, of StreamLLM+, is not allowed"));
+}
+
+TEST_CASE("what a file of gates may not say") {
+    CHECK(refusal_of({}).empty());
+    CHECK(refusal_of({{"policy", "h2o"}}) ==
+          "f: has policy \"h2o\"; kvpop, spkv, wgkv, lte, dms and streaming are known");
+    CHECK(refusal_of({{"policy", "spkv"}}) ==
+          "f: has scorers of kind \"write_gate\" for policy spkv; it must be one of utility");
+    CHECK(refusal_of({{"threshold", "1.5"}}) == "f: \"threshold\" is 1.5; it must be a probability, 0 to 1");
+    CHECK(refusal_of({{"threshold", "half"}}) == "f: \"threshold\" is \"half\"; a number is needed");
+    CHECK(refusal_of({{"budget", "-1"}}) == "f: \"budget\" is -1; it must be 0 to 65536");
+    CHECK(refusal_of({{"rope_layout", "sideways"}}) ==
+          "f: \"rope_layout\" is \"sideways\"; it must be one of none, interleaved, half_split");
+    CHECK(refusal_of({{"policy", "lte"}, {"kind", "conv"}, {"delay", "13"}}) ==
+          "f: \"delay\" is 13; it must be the window, 14, which must be 13 or more");
+    const examples::TrainedScorers spkv = examples::load_scorers(folder + "spkv.safetensors");
+    llama::Config other = model().config;
+    other.hidden_size = 64;
+    CHECK(message_of([&] { examples::check_fits(spkv, other, "f"); }) ==
+          "f: has scorers of hidden states of 32; the model's have 64");
+    const kvpolicy::host ctx(1);
+    CHECK(message_of([&] {
+              examples::make_trained(ctx, model().config, spkv, {"", 32, 2, 14});
+          }) == "scorers: policy spkv is not allowed; it must be kvpop");
+}
