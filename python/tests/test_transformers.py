@@ -117,6 +117,7 @@ def masked(policies):
         elif policy.scorer is not None:
             scores = policy.scorer(k, v)
         expiry = kvp.build_mask(policy, scores).expiry
+        module.entries = (expiry[0] >= k.shape[2]).sum(-1)  # that the last query sees, by head
         at = torch.arange(k.shape[2])
         groups = query.shape[1] // k.shape[1]
         expiry = expiry.repeat_interleave(groups, 1)[:, :, None]
@@ -532,13 +533,14 @@ def test_a_damaged_state_restores_nothing():
 
 
 def shares_of(model, scorers, cache, length):
-    """Of the keys that left the window the share that stays, by layer and head; entries are those of the
-    mask for scores of the same keys, where `cache` has them."""
+    """Of the keys that left the window the share that stays, by layer and head. Entries are those of the mask
+    of reference()."""
     shares = []
     for layer in range(len(scorers.layers)):
         for head in range(scorers.heads):
             usage = cache.cache.usage(layer, 0, head)
             assert usage.sinks == scorers.sinks and usage.window == scorers.window
+            assert usage.size == model.model.layers[layer].self_attn.entries[head]
             shares.append(usage.long_range / (length - scorers.sinks - scorers.window))
     return shares
 
