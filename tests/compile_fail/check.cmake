@@ -1,8 +1,9 @@
 # cmake -D COMPILER=... -D FLAGS=... -D SOURCE=... -D INCLUDE=... -D CONTROL=ON|OFF -P check.cmake
 #
 # Succeeds if SOURCE does not compile, the output has every sentence that SOURCE expects, and (with CONTROL)
-# the control compiles. SOURCE may include other files; those that it names in lines "// source: <path>" must
-# be named in the output, too. FLAGS may be empty.
+# the control compiles. SOURCE may include other files, each named in a line "// source: <path>" before its
+# sentences: an error that says such a sentence must name the file, in the lines from the error before it to the
+# next one. FLAGS may be empty.
 
 cmake_minimum_required(VERSION 3.25)
 
@@ -35,18 +36,42 @@ execute_process(COMMAND ${command} ${flags} RESULT_VARIABLE result ERROR_VARIABL
 if(result EQUAL 0)
     message(FATAL_ERROR "${SOURCE} compiles, and should not.")
 endif()
-foreach(line IN LISTS expected)
+file(STRINGS ${SOURCE} lines REGEX "^// (expect|source): ")
+set(part)
+foreach(line IN LISTS lines)
+    if(line MATCHES "^// source: (.*)")
+        set(part ${CMAKE_MATCH_1})
+        continue()
+    endif()
     string(REGEX REPLACE "^// expect: " "" sentence "${line}")
     string(FIND "${output}" "${sentence}" position)
     if(position EQUAL -1)
         message("${output}")
         message(FATAL_ERROR "The compiler does not say \"${sentence}\".")
     endif()
-endforeach()
-foreach(part IN LISTS parts)
-    string(FIND "${output}" "${part}:" position)
-    if(position EQUAL -1)
-        message("${output}")
-        message(FATAL_ERROR "The compiler does not name ${part}.")
-    endif()
+    set(rest "${output}")
+    set(named ${part})
+    while(named)
+        string(FIND "${rest}" "${sentence}" position)
+        if(position EQUAL -1)
+            message("${output}")
+            message(FATAL_ERROR "The compiler does not say \"${sentence}\" of ${part}.")
+        endif()
+        # g++ names the file before the sentence, clang++ behind it.
+        string(SUBSTRING "${rest}" 0 ${position} before)
+        string(SUBSTRING "${rest}" ${position} -1 rest)
+        string(FIND "${before}" " error: " own REVERSE)
+        string(SUBSTRING "${before}" 0 ${own} before)
+        string(FIND "${before}" " error: " last REVERSE)
+        if(NOT last EQUAL -1)
+            string(SUBSTRING "${before}" ${last} -1 before)
+        endif()
+        string(FIND "${rest}" " error: " next)
+        string(SUBSTRING "${rest}" 0 ${next} behind)
+        string(SUBSTRING "${rest}" 1 -1 rest)
+        string(FIND "${before}${behind}" "${part}:" position)
+        if(NOT position EQUAL -1)
+            set(named)
+        endif()
+    endwhile()
 endforeach()
