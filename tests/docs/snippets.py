@@ -30,6 +30,9 @@ if there is such a block. A C++ block that is no program says so, with the reaso
     snippets.py together SOURCE PROGRAM...
                                          writes one program that runs the extracted C++ program of the name
                                          that it is given
+    snippets.py chains FOLDER PROGRAM... writes FOLDER/<number>.cpp, in each of which a program follows those
+                                         whose includes are among its own: if that compiles, the includes of
+                                         each suffice. Prints a line "<file> <last program>" for each
     snippets.py check ROOT FILE...       every C++ block has a mark, every relative link a target
     snippets.py run EXPECTED PROGRAM [ARGUMENT...]
                                          runs a program and compares its output
@@ -156,33 +159,57 @@ def extract(folder, paths):
             file.unlink()
 
 
+# A short text names results that it does not go on to use, and counts with int, of which clang++ warns.
+IGNORED = [f'#pragma GCC diagnostic ignored "-W{warning}"' for warning in
+           ("sign-conversion", "unused-variable", "unused-but-set-variable", "unused-local-typedefs")]
+
+
+def inner_program(path):
+    """(namespace, includes, lines) of a program whose main() becomes program() in a namespace of its own."""
+    lines = path.read_text(encoding="utf-8").split("\n")
+    includes = [line.split("//")[0].rstrip() for line in lines if line.startswith("#include")]
+    lines = ["" if line.startswith("#include") else line for line in lines]
+    first, = (i for i, line in enumerate(lines) if re.match(r"int main\(\) *\{", line))
+    # Other functions than ::main must return.
+    lines[first] = lines[first].replace("main", "program", 1)
+    lines[lines.index("}", first)] = "    return 0; }"
+    space = "text_of_" + re.sub(r"\W", "_", path.stem)
+    return space, includes, [f"namespace {space} {{"] + lines + ["}"]
+
+
 def together(source, paths):
     """Each program stands in a namespace of its own, behind the includes of all."""
     includes, bodies, calls = ["#include <string_view>"], [], []
     for path in paths:
-        lines = path.read_text(encoding="utf-8").split("\n")
-        first, = (i for i, line in enumerate(lines) if re.match(r"int main\(\) *\{", line))
-        last = lines.index("}", first)
-        # Other functions than ::main must return.
-        lines[first] = lines[first].replace("main", "program", 1)
-        lines[last] = "    return 0; }"
-        for i, line in enumerate(lines):
-            if line.startswith("#include"):
-                includes.append(line)
-                lines[i] = ""
-        space = "text_of_" + re.sub(r"\W", "_", path.stem)
-        bodies += [f"namespace {space} {{"] + lines + ["}"]
+        space, own, lines = inner_program(path)
+        includes += own
+        bodies += lines
         calls.append(f'    if (name == "{path.stem}") return {space}::program();')
     entry = [
         "int main(int count, char** arguments) {",
         '    const std::string_view name{count > 1 ? arguments[1] : ""};',
     ]
     entry += calls + ["    return 2;", "}"]
-    # A short text names results that it does not go on to use, and counts with int, of which clang++ warns.
-    ignored = [f'#pragma GCC diagnostic ignored "-W{warning}"' for warning in
-               ("sign-conversion", "unused-variable", "unused-but-set-variable", "unused-local-typedefs")]
-    text = list(dict.fromkeys(includes)) + ignored + bodies + entry
+    text = list(dict.fromkeys(includes)) + IGNORED + bodies + entry
     write(source, "\n".join(text) + "\n")
+
+
+def chains(folder, paths):
+    """Each program stands behind its own includes alone, which are those of the programs before it and more."""
+    folder.mkdir(parents=True, exist_ok=True)
+    found = []  # (includes, lines, last program)
+    for path in sorted(paths, key=lambda path: (len(set(inner_program(path)[1])), path.stem)):
+        _, own, lines = inner_program(path)
+        fitting = [chain for chain in found if chain[0] <= set(own)]
+        chain = max(fitting, key=lambda chain: len(chain[0]), default=None)
+        if chain is None:
+            chain = [set(), [], None]
+            found.append(chain)
+        chain[1] += [line for line in dict.fromkeys(own) if line not in chain[0]] + IGNORED + lines
+        chain[0], chain[2] = set(own), path.stem
+    for number, (_, lines, last) in enumerate(found):
+        write(folder / f"{number}.cpp", "\n".join(lines) + "\n")
+        print(folder / f"{number}.cpp", last)
 
 
 def check(root, paths):
@@ -235,6 +262,8 @@ def main(arguments):
         return check(pathlib.Path(arguments[1]), [pathlib.Path(path) for path in arguments[2:]])
     if command == "together" and len(arguments) > 2:
         return together(pathlib.Path(arguments[1]), [pathlib.Path(path) for path in arguments[2:]])
+    if command == "chains" and len(arguments) > 2:
+        return chains(pathlib.Path(arguments[1]), [pathlib.Path(path) for path in arguments[2:]])
     if command == "run" and len(arguments) > 2:
         return run(arguments[1], arguments[2:])
     sys.exit(__doc__)
