@@ -4,6 +4,8 @@
 #include <kvpolicy/core/types.hpp>
 #include <kvpolicy/core/view.hpp>
 
+#include "normal.hpp"
+
 #include <cmath>
 #include <cstdint>
 #include <limits>
@@ -46,7 +48,7 @@ struct Tensor {
     }
 
     void fill_normal(std::mt19937& generator, float scale = 1.0f) {
-        std::normal_distribution<float> normal(0.0f, scale);
+        test::Normal<float> normal(0.0f, scale);
         for (T& x : data) {
             x = T(normal(generator));
         }
@@ -120,7 +122,7 @@ inline std::string name(Scores kind) {
 }
 
 inline void fill_scores(Plane<float>& plane, Scores kind, std::mt19937& generator) {
-    std::normal_distribution<float> normal;
+    test::Normal<float> normal;
     const float infinity = std::numeric_limits<float>::infinity();
     std::int32_t t = 0;
     for (float& x : plane.data) {

@@ -7,6 +7,7 @@
 #include <kvpolicy/core/view.hpp>
 
 #include "../../support/loops.hpp"
+#include "../../support/normal.hpp"
 
 #include <doctest/doctest.h>
 
@@ -75,7 +76,7 @@ struct Problem {
 
     explicit Problem(const Shape& s, unsigned seed = 1, double spread = 1.0) : shape(s) {
         std::mt19937 generator(seed);
-        std::normal_distribution<double> normal(0.0, spread);
+        test::Normal<double> normal(0.0, spread);
         const auto fill = [&](std::vector<T>& to, std::int64_t count) {
             to.resize(static_cast<std::size_t>(count));
             for (T& x : to) {

@@ -1,6 +1,7 @@
 // Gradients of attention through a mask: against their definition pair by pair in double, and
 // against differences.
 #include "../../support/differences.hpp"
+#include "../../support/normal.hpp"
 #include "../../support/refusal.hpp"
 #include "attention_reference.hpp"
 
@@ -22,7 +23,7 @@ struct Gradients {
 template <class T>
 std::vector<T> draw_d_out(const Problem<T>& p, unsigned seed) {
     std::mt19937 generator(seed);
-    std::normal_distribution<double> normal;
+    test::Normal<double> normal;
     std::vector<T> d(static_cast<std::size_t>(std::int64_t{p.shape.batch} * p.shape.kv_heads * p.shape.group *
                                               p.shape.queries * p.shape.head_dim_vo));
     for (T& x : d) {
@@ -228,7 +229,7 @@ void check_problem(const Problem<T>& p, unsigned seed) {
 template <class T>
 void add_bias(Problem<T>& p, unsigned seed) {
     std::mt19937 generator(seed);
-    std::normal_distribution<float> normal;
+    test::Normal<float> normal;
     p.log_bias.resize(p.planes());
     for (float& x : p.log_bias) {
         x = generator() % 9 == 0 ? -std::numeric_limits<float>::infinity() : -std::fabs(normal(generator));

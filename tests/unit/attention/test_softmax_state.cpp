@@ -1,6 +1,8 @@
 // Merging partial softmax results: exact, in any order, and never a NaN out of nothing.
 #include <kvpolicy/attention/softmax_state.hpp>
 
+#include "../../support/normal.hpp"
+
 #include <doctest/doctest.h>
 
 #include <cmath>
@@ -59,7 +61,7 @@ TEST_CASE("nothing merged with nothing is nothing, eight times") {
 
 TEST_CASE("parts of a softmax merge to the whole, in both forms") {
     std::mt19937 generator(1);
-    std::normal_distribution<double> normal(0.0, 30.0);
+    test::Normal<double> normal(0.0, 30.0);
     for (int round = 0; round < 50; ++round) {
         std::vector<double> logits(40), values(40);
         for (double& x : logits) {

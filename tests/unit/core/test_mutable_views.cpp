@@ -26,6 +26,7 @@
 #include <kvpolicy/scorers/sequence.hpp>
 
 #include "support/cases.hpp"
+#include "support/normal.hpp"
 
 #include <doctest/doctest.h>
 
@@ -141,7 +142,7 @@ TEST_CASE("what may be written is read like the rest") {
     k.fill_normal(generator);
     v.fill_normal(generator);
     for (float& x : scores.data) {
-        x = std::normal_distribution<float>{}(generator);
+        x = test::Normal<float>{}(generator);
     }
     const Sequences sequences{batch, length};
     const auto constant = [](auto view) {

@@ -8,6 +8,7 @@
 #include "../../support/cases.hpp"
 #include "../../support/differences.hpp"
 #include "../../support/loss_value.hpp"
+#include "../../support/normal.hpp"
 #include "../../support/refusal.hpp"
 
 #include <doctest/doctest.h>
@@ -187,7 +188,7 @@ struct Inputs {
           target(c.batch, c.heads, c.length),
           scores32(c.batch, c.heads, c.length) {
         std::mt19937 generator(seed);
-        std::normal_distribution<float> normal;
+        test::Normal<float> normal;
         for (float& x : target.data) {
             x = normal(generator);
         }
@@ -457,7 +458,7 @@ TEST_CASE("layers of one call are losses of their own, with the decay of the opt
     const host ctx{2};
     constexpr std::int32_t length = 60, heads = 2, layers = 3, all = heads * layers;
     std::mt19937 generator(7);
-    std::normal_distribution<float> normal;
+    test::Normal<float> normal;
     test::Plane<float> scores(2, all, length), target(2, all, length), d(2, all, length),
         wanted(2, all, length);
     for (auto* plane : {&scores, &target}) {

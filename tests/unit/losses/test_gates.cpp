@@ -9,6 +9,7 @@
 #include "../../support/differences.hpp"
 #include "../../support/lifetime_cases.hpp"
 #include "../../support/loss_value.hpp"
+#include "../../support/normal.hpp"
 #include "../../support/refusal.hpp"
 
 #include <doctest/doctest.h>
@@ -94,7 +95,7 @@ TEST_CASE("a log-bias mask, and the way back") {
     const host on{2};
     const Gated policy;
     std::mt19937 generator(1);
-    std::normal_distribution<float> normal(0.0f, 2.0f);
+    test::Normal<float> normal(0.0f, 2.0f);
     test::Plane<float> scores(1, 2, 40), d_bias(1, 2, 40), bias(1, 2, 40, 9.0f), d_scores(1, 2, 40, 9.0f);
     test::Plane<expiry_t> expiry(1, 2, 40, 9);
     for (float& x : scores.data) {
@@ -175,7 +176,7 @@ TEST_CASE("gate losses by formula and by differences") {
     const Gated policy;
     std::mt19937 generator(2);
     test::Plane<double> scores(2, 2, 30), d(2, 2, 30);
-    std::normal_distribution<double> normal(0.0, 2.0);
+    test::Normal<double> normal(0.0, 2.0);
     for (double& x : scores.data) {
         x = normal(generator);
     }

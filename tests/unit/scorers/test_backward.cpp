@@ -4,6 +4,7 @@
 #include "../../support/cases.hpp"
 #include "../../support/differences.hpp"
 #include "../../support/loops.hpp"
+#include "../../support/normal.hpp"
 #include "../../support/refusal.hpp"
 #include "scorer_cases.hpp"
 
@@ -257,7 +258,7 @@ struct mlstm_inputs {
         std::mt19937 generator(seed);
         k.fill_normal(generator, c.value_scale);
         v.fill_normal(generator, c.value_scale);
-        std::normal_distribution<double> normal;
+        test::Normal<double> normal;
         for (double& x : d.data) {
             x = normal(generator);
         }
@@ -346,7 +347,7 @@ void check_mlp(bool shared, bool normalized, Act&& act) {
     k.fill_normal(generator);
     v.fill_normal(generator);
     test::Plane<double> d(2, heads, length);
-    std::normal_distribution<double> normal;
+    test::Normal<double> normal;
     for (double& x : d.data) {
         x = normal(generator);
     }
@@ -625,7 +626,7 @@ TEST_CASE("linear and MLP scorers: gradients by differences") {
     k.fill_normal(generator);
     v.fill_normal(generator);
     test::Plane<double> d(1, 2, 70);
-    std::normal_distribution<double> normal;
+    test::Normal<double> normal;
     for (double& x : d.data) {
         x = normal(generator);
     }

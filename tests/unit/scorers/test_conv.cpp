@@ -5,6 +5,7 @@
 
 #include "../../support/cases.hpp"
 #include "../../support/differences.hpp"
+#include "../../support/normal.hpp"
 #include "../../support/refusal.hpp"
 #include "../../support/vectors.hpp"
 #include "conv_cases.hpp"
@@ -71,7 +72,7 @@ struct Inputs {
         std::mt19937 generator(seed);
         k.fill_normal(generator);
         v.fill_normal(generator);
-        std::normal_distribution<double> normal;
+        test::Normal<double> normal;
         for (double& x : d.data) {
             x = normal(generator);
         }
@@ -304,7 +305,7 @@ TEST_CASE("chunks of a sequence get the scores of the whole, batches and lengths
 TEST_CASE("RoPE: its own frequencies, and undoing it gives the key back") {
     const std::int32_t dim = 16;
     std::mt19937 generator(3);
-    std::normal_distribution<double> normal;
+    test::Normal<double> normal;
     for (const rope_layout layout : {rope_layout::interleaved, rope_layout::half_split}) {
         for (const std::int32_t dims : {0, 6}) {
             const Rope rope{layout, 500000.0f, dims};

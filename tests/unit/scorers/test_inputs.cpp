@@ -5,6 +5,7 @@
 
 #include "../../support/cases.hpp"
 #include "../../support/differences.hpp"
+#include "../../support/normal.hpp"
 #include "../../support/refusal.hpp"
 #include "../../support/vectors.hpp"
 #include "scorer_cases.hpp"
@@ -165,7 +166,7 @@ TEST_CASE("the write gate: gradients by differences, through both norms and the 
         const std::vector<double> values(static_cast<std::size_t>(c.heads * c.length * 4), 1.0);
         test::Plane<double> d(1, c.heads, c.length);
         std::mt19937 generator(2);
-        std::normal_distribution<double> normal;
+        test::Normal<double> normal;
         for (double& x : d.data) {
             x = normal(generator);
         }
@@ -215,7 +216,7 @@ TEST_CASE("the predictor: gradients by differences, of states of any batch and s
     std::mt19937 generator(2);
     states.fill_normal(generator);
     test::Plane<double> d(2, c.heads, length);
-    std::normal_distribution<double> normal;
+    test::Normal<double> normal;
     for (double& x : d.data) {
         x = normal(generator);
     }
