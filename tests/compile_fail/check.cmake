@@ -2,8 +2,8 @@
 #
 # Succeeds if SOURCE does not compile, the output has every sentence that SOURCE expects, and (with CONTROL)
 # the control compiles. SOURCE may include other files, each named in a line "// source: <path>" before its
-# sentences: an error that says such a sentence must name the file, in the lines from the error before it to the
-# next one. FLAGS may be empty.
+# sentences: an error that says such a sentence must name the file, in the lines from the error before it to
+# the next one. FLAGS may be empty.
 
 cmake_minimum_required(VERSION 3.25)
 

@@ -195,7 +195,7 @@ def together(source, paths):
 
 
 def chains(folder, paths):
-    """Each program stands behind its own includes alone, which are those of the programs before it and more."""
+    """Each program stands behind its own includes alone: those of the programs before it, and more."""
     folder.mkdir(parents=True, exist_ok=True)
     found = []  # (includes, lines, last program)
     for path in sorted(paths, key=lambda path: (len(set(inner_program(path)[1])), path.stem)):

@@ -3,10 +3,10 @@
 
     chains.py FOLDER HEADER...   writes FOLDER/<number>.cpp, and prints a line "<file> <last header>" for each
 
-HEADER is relative to include/kvpolicy. A header is self-contained if it compiles behind its own includes alone.
-So one source may hold a chain of headers, each of which includes the one before it: what stands before a header
-there is what the header itself brings. The chains are as few as possible (Dilworth's theorem). Each header
-stands twice in its chain, which shows that its guard holds.
+HEADER is relative to include/kvpolicy. A header is self-contained if it compiles behind its own includes
+alone. So one source may hold a chain of headers, each of which includes the one before it: what stands before
+a header there is what the header itself brings. The chains are as few as possible (Dilworth's theorem). Each
+header stands twice in its chain, which shows that its guard holds.
 """
 
 import pathlib
