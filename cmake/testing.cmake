@@ -105,12 +105,12 @@ if(KVPOLICY_TEST_QUICK OR "optimized" IN_LIST kvpolicy_test_variants)
 endif()
 
 # clang++ needs half to three fifths of g++'s time for code that is not optimized and for the sanitizers'
-# checks, so it compiles these variants where it is there. g++ compiles the variants optimized and thread, the
-# examples, recipes, texts, benchmarks and consumers; with --full it compiles all, and so it does with
+# checks, so it compiles these variants where it is there. g++ compiles the variant optimized, the examples,
+# recipes, texts, benchmarks and consumers; with --full it compiles all, and so it does with
 # -D KVPOLICY_VARIANTS_CLANGXX=OFF. kvpolicy_launcher_<variant> runs clang++ in place of g++.
 option(KVPOLICY_VARIANTS_CLANGXX
-    "Compile the variants plain, noexcept and sanitize with clang++, where there is one" ON)
-foreach(variant IN ITEMS plain noexcept sanitize)
+    "Compile the variants plain, noexcept, sanitize and thread with clang++, where there is one" ON)
+foreach(variant IN ITEMS plain noexcept sanitize thread)
     set(kvpolicy_launcher_${variant} "")
     if(NOT KVPOLICY_VARIANTS_CLANGXX OR NOT CMAKE_CXX_COMPILER_ID STREQUAL "GNU" OR NOT KVPOLICY_CLANGXX
         OR KVPOLICY_TEST_FULL OR NOT variant IN_LIST kvpolicy_test_variants)
@@ -129,7 +129,8 @@ foreach(variant IN ITEMS plain noexcept sanitize)
             ${probe} -o ${probe}.out
                         RESULT_VARIABLE kvpolicy_result OUTPUT_QUIET ERROR_QUIET)
         if(kvpolicy_result EQUAL 0)
-            execute_process(COMMAND ${probe}.out RESULT_VARIABLE kvpolicy_result OUTPUT_QUIET ERROR_QUIET)
+            execute_process(COMMAND ${kvpolicy_launch_${variant}} ${probe}.out
+                RESULT_VARIABLE kvpolicy_result OUTPUT_QUIET ERROR_QUIET)
         endif()
         string(COMPARE EQUAL "${kvpolicy_result}" 0 found)
         set(KVPOLICY_HAVE_CLANGXX_${variant} ${found} CACHE INTERNAL "")
@@ -138,6 +139,11 @@ foreach(variant IN ITEMS plain noexcept sanitize)
         set(kvpolicy_launcher_${variant} ${launcher})
     endif()
 endforeach()
+# The thread sanitizer's checks take clang++ a third of the time where nothing is optimized.
+if(kvpolicy_launcher_thread)
+    list(REMOVE_ITEM kvpolicy_flags_thread -O1)
+    list(APPEND kvpolicy_flags_thread -O0)
+endif()
 
 # kvpolicy_compile_for_variant(<target> <variant>): by the variant's compiler, with its precompiled header.
 function(kvpolicy_compile_for_variant target variant)
@@ -180,6 +186,26 @@ foreach(variant IN LISTS kvpolicy_test_variants)
             <thread> <vector>)
     endif()
 endforeach()
+
+# The inner loops of host attention, optimized, for variants that are not, whose tests spend half their time
+# there (tests/support/kernels.hpp): by the variant's compiler, with its checks.
+function(kvpolicy_add_test_kernels variant optimization)
+    set(target kvpolicy_test_kernels_${variant})
+    add_library(${target} STATIC ${kvpolicy_tests_dir}/support/kernels.cpp)
+    target_link_libraries(${target} PRIVATE kvpolicy::kvpolicy kvpolicy_warnings)
+    target_include_directories(${target} PRIVATE ${kvpolicy_tests_dir})
+    target_compile_options(${target} PRIVATE ${kvpolicy_flags_${variant}}
+        $<$<CONFIG:Release>:${optimization}>)
+    set_target_properties(${target} PROPERTIES CXX_COMPILER_LAUNCHER "${kvpolicy_launcher_${variant}}")
+endfunction()
+if(KVPOLICY_VARIANT STREQUAL "plain")
+    if("plain" IN_LIST kvpolicy_test_variants AND kvpolicy_test_flags_plain STREQUAL "-O0")
+        kvpolicy_add_test_kernels(plain -O2)
+    endif()
+    if(kvpolicy_launcher_thread)
+        kvpolicy_add_test_kernels(thread -O1)
+    endif()
+endif()
 
 # kvpolicy_tests builds all tests, kvpolicy_tests_<variant> those of one variant; programs that are no
 # unit test count as plain. kvpolicy_tests_quick is what tools/run test --quick builds: the unit tests of
@@ -254,12 +280,12 @@ function(kvpolicy_add_test name)
     endforeach()
 endfunction()
 
-# kvpolicy_join_sources(<file> [PROGRAMS] <source>...)
+# kvpolicy_join_sources(<file> [PROGRAMS] <source>... [HEADERS <header>...])
 #
-# Writes one source of several: each in a namespace of its own, behind the headers of all. PROGRAMS: they have
-# a main() each, and are compiled only.
+# Writes one source of several: each in a namespace of its own, behind the headers of all and then HEADERS.
+# PROGRAMS: they have a main() each, and are compiled only.
 function(kvpolicy_join_sources file)
-    cmake_parse_arguments(PARSE_ARGV 1 arg "PROGRAMS" "" "")
+    cmake_parse_arguments(PARSE_ARGV 1 arg "PROGRAMS" "" "HEADERS")
     set(includes)
     set(bodies)
     foreach(source IN LISTS arg_UNPARSED_ARGUMENTS)
@@ -276,6 +302,9 @@ function(kvpolicy_join_sources file)
         cmake_path(RELATIVE_PATH source BASE_DIRECTORY ${PROJECT_SOURCE_DIR} OUTPUT_VARIABLE space)
         string(MAKE_C_IDENTIFIER "${space}" space)
         string(APPEND bodies "namespace text_of_${space} {\n#include \"${source}\"\n}\n")
+    endforeach()
+    foreach(header IN LISTS arg_HEADERS)
+        list(APPEND includes "#include \"${header}\"")
     endforeach()
     list(REMOVE_DUPLICATES includes)
     list(JOIN includes "\n" includes)
@@ -321,11 +350,16 @@ function(kvpolicy_add_tests_together variant)
                 list(APPEND sources ${source})
             endforeach()
             set(file ${PROJECT_BINARY_DIR}/tests/together/${target}.cpp)
+            set(kernels)
+            if(TARGET kvpolicy_test_kernels_${variant} AND folder MATCHES "^(attention|caches)$")
+                set(kernels kvpolicy_test_kernels_${variant})
+                list(APPEND sources HEADERS ${kvpolicy_tests_dir}/support/kernels.hpp)
+            endif()
             kvpolicy_join_sources(${file} ${sources})
 
             add_executable(${target} ${file})
-            target_link_libraries(${target} PRIVATE
-                kvpolicy::kvpolicy kvpolicy_test_main_${variant} kvpolicy_warnings ${arg_LIBRARIES})
+            target_link_libraries(${target} PRIVATE kvpolicy::kvpolicy kvpolicy_test_main_${variant}
+                kvpolicy_warnings ${arg_LIBRARIES} ${kernels})
             target_compile_definitions(${target} PRIVATE ${arg_DEFINITIONS})
             # g++ takes an included file for a header, whose unnamed namespaces it warns of.
             if(NOT kvpolicy_launcher_${variant})
