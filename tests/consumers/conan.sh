@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Makes the Conan package and builds its test_package. Conan comes from PyPI into WORK/venv;
-# without it the test is skipped.
+# without it the test is skipped. CUDA: whether the package is built for CUDA, too, where nvcc is.
 #
-#   conan.sh SOURCE WORK PYTHON SKIP_CODE
+#   conan.sh SOURCE WORK PYTHON SKIP_CODE CUDA
 set -euo pipefail
-source=$1 work=$2 python=$3 skip=$4
+source=$1 work=$2 python=$3 skip=$4 cuda=$5
 mkdir -p "$work"
 
 if ! "$work/venv/bin/conan" --version >/dev/null 2>&1; then
@@ -20,7 +20,10 @@ PATH=$work/venv/bin:$PATH
 export CONAN_HOME=$work/home
 rm -rf "$CONAN_HOME" "$work/build"
 conan profile detect >/dev/null 2>&1
-create() { conan create "$source" --no-remote -c tools.cmake.cmake_layout:test_folder="$work/build" "$@"; }
+create() {
+    conan create "$source" --no-remote -c tools.cmake.cmake_layout:test_folder="$work/build" \
+        -c tools.cmake.cmaketoolchain:extra_variables="{'CONSUMER_CUDA': '$cuda'}" "$@"
+}
 
 create -s compiler.cppstd=20
 # What a scorer's headers would say in a hundred errors, the recipe says in one sentence.
