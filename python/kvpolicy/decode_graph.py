@@ -130,7 +130,7 @@ class DecodeGraph:
             return False
         with torch.inference_mode(False):  # later steps write them in any mode
             static = {name: tensor.clone() for name, tensor in tensors.items()}
-        others = {name: value for name, value in arguments.items() if not torch.is_tensor(value)}
+        others = {name: value for name, value in arguments.items() if name not in static}
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(cache.device)
         random = torch.cuda.default_generators[cache.device.index]
         random_state = random.clone_state()

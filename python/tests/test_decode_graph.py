@@ -97,6 +97,7 @@ def test_gates_of_files(tmp_path, system):
     want = forward(on_cpu, hf.KVPolicyCache.from_pretrained(path, on_cpu), ids, cuts)
     found = forward(model, (one := hf.KVPolicyCache.from_pretrained(path, model)), ids.cuda(), cuts)
     torch.testing.assert_close(found.cpu(), want, rtol=1e-3, atol=1e-3)
+    assert captured(one) is not None  # position_ids=None is as if left out
     assert 16 < one.cache.usage(1, 0, 1).size < 50
 
 

@@ -66,13 +66,28 @@ def test_a_loss_that_is_not_finite_stops(tmp_path):
     not (torch.cuda.is_available() and kvp.has_cuda()), reason="needs a GPU and the CUDA module"
 )
 def test_steps_as_a_cuda_graph_are_the_steps(tmp_path):
-    arguments = [*SMALL[:-2], "--device", "cuda", "--steps", "12", "--fp32", "--log-every", "1"]
-    plain, _ = run("SPKV", "spkv", tmp_path / "plain", *arguments)
-    graph, _ = run("SPKV", "spkv", tmp_path / "graph", *arguments, "--cuda-graph")
-    assert graph.graph.graph is not None
-    for name, parameter in plain.method.named_parameters():
-        found = dict(graph.method.named_parameters())[name]
-        torch.testing.assert_close(found, parameter, rtol=1e-4, atol=1e-5, msg=name)
+    """Losses and gradients of a replayed pass are those of the same pass from Python. Whole runs differ: AdamW
+    makes a step of the learning rate of a gradient that is rounding alone."""
+    arguments = [*SMALL[:-2], "--device", "cuda", "--steps", "8", "--fp32", "--cuda-graph"]
+    trainer, _ = run("SPKV", "spkv", tmp_path, *arguments, "--seconds", "1e-9")
+    for _ in range(3):
+        trainer.train_step()
+    assert trainer.graph.graph is None
+    for first in (100, 200):
+        batch = trainer.batch(trainer.train_data, first, 2)
+        losses = {name: value.clone() for name, value in trainer.pass_of(*batch).items()}
+        gradients = {name: p.grad.clone() for name, p in trainer.trained.items() if p.grad is not None}
+        assert trainer.graph.graph is not None
+        key, trainer.method.graph_key = trainer.method.graph_key, lambda: None
+        plain = trainer.pass_of(*batch)
+        for name, value in plain.items():
+            torch.testing.assert_close(losses[name], value.detach(), rtol=1e-5, atol=1e-6, msg=name)
+        for name, p in trainer.trained.items():
+            bound = 1e-4 * p.grad.abs().max().item() + 1e-9
+            torch.testing.assert_close(gradients[name], p.grad, rtol=1e-3, atol=bound, msg=name)
+        trainer.method.graph_key = key
+        for _ in range(3):
+            trainer.pass_of(*batch)
 
 
 def test_layers_keep_a_window_of_their_own():
