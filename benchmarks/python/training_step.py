@@ -156,7 +156,8 @@ class Row:
         with torch.autocast(self.device, torch.bfloat16, enabled=self.autocast):
             losses = self.method(ids, weights)
         losses["loss"].backward()
-        return losses
+        # A loss that is kept would keep its autograd graph, and with it the stream of an eager step.
+        return {"loss": losses["loss"].detach()}
 
     def step(self, ids, weights, graph=False):
         self.method.begin_step(self.step_number, 1 << 20)

@@ -189,7 +189,8 @@ class KVpop(Distilled):
         examples = counts[0].clamp(min=1)
         numbers |= {"kept": counts[2] / examples, "agree": counts[3] / examples}
         if self.scorers.alpha is not None:
-            numbers["gamma"] = torch.stack(self.log_gammas).detach().mean().exp()
+            self.log_gammas = [x.detach() for x in self.log_gammas]  # keeps no graph alive
+            numbers["gamma"] = torch.stack(self.log_gammas).mean().exp()
         return logits, numbers
 
     def loss(self, ids, weights):
