@@ -190,7 +190,8 @@ class KVpop(Distilled):
         numbers |= {"kept": counts[2] / examples, "agree": counts[3] / examples}
         if self.scorers.alpha is not None:
             self.log_gammas = [x.detach() for x in self.log_gammas]  # keeps no graph alive
-            numbers["gamma"] = torch.stack(self.log_gammas).mean().exp()
+            ages = -1 / torch.stack(self.log_gammas)  # queries in which a score falls by 1
+            numbers |= {"age_min": ages.min(), "age_max": ages.max()}
         return logits, numbers
 
     def loss(self, ids, weights):
