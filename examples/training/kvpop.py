@@ -25,7 +25,13 @@ class KVpop(Distilled):
         add("--scorer", choices=("mlp", "mlstm"), default="mlp")
         add("--immediate", action="store_true", help="score the mLSTM at insertion, not at window exit")
         add("--hidden", type=int, default=128, help="of the MLP")
-        add("--norm", action="store_true", help="RMS norm of the mLSTM's readout")
+        add(
+            "--norm",
+            nargs="?",
+            const="rms",
+            choices=("rms", "layer"),
+            help="of the mLSTM's readout; alone: rms",
+        )
         add("--skip", action="store_true", help="skip connection of the mLSTM's readout")
         add("--raw-inputs", action="store_true", help="do not standardize what scorers read")
         add("--window", type=int, default=64)
@@ -68,7 +74,9 @@ class KVpop(Distilled):
         if options.scorer == "mlp":
             return kvp.MLPScorer(self.heads, self.head_dim, options.hidden)
         delay = 0 if options.immediate else options.window
-        return kvp.mLSTMScorer(self.heads, self.head_dim, delay=delay, norm=options.norm, skip=options.skip)
+        return kvp.mLSTMScorer(
+            self.heads, self.head_dim, delay=delay, norm=options.norm or False, skip=options.skip
+        )
 
     def parameter_groups(self):
         groups = super().parameter_groups()
