@@ -244,7 +244,8 @@ class Trainer:
             with self.precision():
                 losses = self.module(ids, weights)
             losses["loss"].backward()
-            return losses
+            # A loss that is kept would keep nodes of its graph, and a capture needs new ones.
+            return {name: torch.as_tensor(value).detach() for name, value in losses.items()}
 
         if self.graph is not None:
             return self.graph.run(compute, ids, weights, self.method.graph_key())

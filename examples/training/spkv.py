@@ -152,6 +152,11 @@ class SPKV(Method):
             return kvp.BernoulliGate(options.clip_probability, self.draw(layer))
         return kvp.AnnealedGate(hard / options.anneal, options.tau) if hard < options.anneal else None
 
+    def graph_key(self):
+        """Soft steps are alike, and hard ones. An annealed step has its alpha, a drawn one its seed."""
+        gate = self.gate(0)
+        return None if isinstance(gate, (kvp.AnnealedGate, kvp.BernoulliGate)) else repr(gate)
+
     def draw(self, layer):
         """The seed of a layer's draws in this step: of a resumed run the same, of other processes another."""
         rank = distributed.get_rank() if distributed.is_initialized() else 0
@@ -240,9 +245,6 @@ class SPKV(Method):
         scorers = kvp.Scorers(layers, system=self.name, **numbers)
         scorers.training_notes = notes | {"mode": options.mode, "predictor": options.predictor}
         return scorers
-
-    def graph_key(self):
-        return "soft"
 
     def save(self, path, notes):
         """Writes the file of scorers; of bidirectional predictors a file that spkv_probe.py alone reads."""

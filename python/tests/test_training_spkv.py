@@ -150,6 +150,13 @@ def test_the_chain(phase):
     assert bound < 0.02 * abs(exact)
 
 
+def test_steps_that_differ_are_no_graph():
+    """A CUDA graph replays soft steps, or hard ones; numbers of the others change by step."""
+    keys = {phase: method_in(phase)[0].graph_key() for phase in ("soft", "hard", "annealed", "bernoulli")}
+    assert keys["annealed"] is None and keys["bernoulli"] is None
+    assert keys["soft"] != keys["hard"] and None not in (keys["soft"], keys["hard"])
+
+
 def test_bernoulli_gates_are_drawn_by_step():
     method, ids, weights, _ = method_in("bernoulli")
 
