@@ -66,8 +66,8 @@ def test_a_loss_that_is_not_finite_stops(tmp_path):
     not (torch.cuda.is_available() and kvp.has_cuda()), reason="needs a GPU and the CUDA module"
 )
 def test_steps_as_a_cuda_graph_are_the_steps(tmp_path):
-    """Losses and gradients of a replayed pass are those of the same pass from Python. Whole runs differ: AdamW
-    makes a step of the learning rate of a gradient that is rounding alone."""
+    """Losses and gradients of a replayed pass are those of a pass from Python. Whole runs differ: AdamW makes
+    a step of the learning rate of a gradient that is rounding alone."""
     arguments = [*SMALL[:-2], "--device", "cuda", "--steps", "8", "--fp32", "--cuda-graph"]
     trainer, _ = run("SPKV", "spkv", tmp_path, *arguments, "--seconds", "1e-9")
     for _ in range(2):

@@ -115,7 +115,7 @@ ALLOWED = (
     # Keys of safetensors metadata, and a label that stands in result files.
     (r"\bdim_", r"examples/apps/support/scorers\.cpp", r"\"dim_k\", \"dim_v\""),
     (r"\bdim_", r"python/kvpolicy/files\.py", r"\"dim_k\", \"dim_v\""),
-    (r"\bdim_", r"docs/training\.md", r"`dim_k`, `dim_v`"),
+    (r"\bdim_", r"docs/training(/files)?\.md", r"`dim_k`, `dim_v`"),
     (r"\bsoftcap\b", r"examples/apps/support/scorers\.cpp", r"\"mlstm: .* softcap "),
     # An argument of transformers.
     (r"\bsoftcap\b", r"python/kvpolicy/(transformers|training)\.py", r"_SOFT_CAP = "),
