@@ -255,6 +255,8 @@ def measure(rows, batch, arguments):
                 for _ in range(WARM_UP + 2):
                     row.step(*batch, graph=True)
             except Exception as error:  # one row does not cost the others
+                while error.__context__ is not None:  # the end of a capture hides what spoiled it
+                    error = error.__context__
                 errors[row.name] = f"{type(error).__name__}: {str(error)[:300]}"
                 print(f"{row.name}: {errors[row.name]}", file=sys.stderr, flush=True)
         for number in range(arguments.rounds):

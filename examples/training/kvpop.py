@@ -197,8 +197,9 @@ class KVpop(Distilled):
         examples = counts[0].clamp(min=1)
         numbers |= {"kept": counts[2] / examples, "agree": counts[3] / examples}
         if self.scorers.alpha is not None:
-            self.log_gammas = [x.detach() for x in self.log_gammas]  # keeps no graph alive
-            ages = -1 / torch.stack(self.log_gammas)  # queries in which a score falls by 1
+            with torch.no_grad():  # values, which keep no autograd graph alive, as detached views would
+                self.log_gammas = list(torch.stack(self.log_gammas))
+                ages = -1 / torch.stack(self.log_gammas)  # queries in which a score falls by 1
             numbers |= {"age_min": ages.min(), "age_max": ages.max()}
         return logits, numbers
 
