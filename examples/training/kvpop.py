@@ -100,7 +100,8 @@ class KVpop(Distilled):
         if self.options.raw_inputs:
             return
         self.hidden_states(ids, keep)
-        for layer, scorer in enumerate(self.scorers.layers):
+        for layer in sorted(rows):
+            scorer = self.scorers.layers[layer]
             mean, deviation = rows[layer].mean((0, 2)), rows[layer].std((0, 2)) + 1e-3  # [Hkv, Dk + Dv]
             for name, parameter in scorer.named_parameters():
                 if name in ("w1", "w_q", "w_k", "w_v", "w_i", "w_f", "skip"):  # that read [k; v]
@@ -191,7 +192,7 @@ class KVpop(Distilled):
         else:  # the KL would reach nothing that is trained
             with torch.no_grad():
                 logits = self.hidden_states(ids, self.attend)
-        found = [self.parts[layer] for layer in range(self.layers)]
+        found = [part for _, part in sorted(self.parts.items())]
         numbers = {"boundary": torch.stack([part.loss for part in found]).mean()}  # line 12
         counts = torch.stack([part.counts for part in found]).sum(0).double()
         examples = counts[0].clamp(min=1)

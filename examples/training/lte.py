@@ -117,11 +117,15 @@ class LTE(Method):
         return self.controller.weights.view(self.layers, self.heads)
 
     def counts(self, scope):
-        """Keys that each head retained in the last pass, [layers, Hkv], sinks included."""
-        gates, scores = self.gates(), self.scores
-        return torch.stack(
-            [kvp.retention_counts(gates, scores[layer], scope=scope) for layer in range(self.layers)]
-        )
+        """Keys that each head retained in the last pass, [L, Hkv], sinks included. L counts the layers that
+        have gates."""
+        found = [kvp.retention_counts(self.gates(), z, scope=scope) for _, z in sorted(self.scores.items())]
+        return torch.stack(found)
+
+    def of_all_layers(self, counts):
+        """Counts [layers, Hkv], 0 in a layer without gates."""
+        rows = dict(zip(sorted(self.scores), counts))
+        return torch.stack([rows.get(layer, torch.zeros_like(counts[0])) for layer in range(self.layers)])
 
     def begin_step(self, step, steps):
         super().begin_step(step, steps)
@@ -136,13 +140,14 @@ class LTE(Method):
             kvp.retention_penalty(gates, z, lambdas[layer], scope=self.options.scope)
             for layer, z in self.scores.items()
         )
-        self.retained = self.counts(self.options.scope).flatten()
+        retained = self.counts(self.options.scope)
+        self.retained = self.of_all_layers(retained).flatten()
         return {
             "loss": nll + penalty,
             "nll": nll,
             "penalty": penalty,
-            "retained": self.retained.mean(),
-            "most_retained": self.retained.max(),
+            "retained": retained.mean(),
+            "most_retained": retained.max(),
             "lambda": lambdas.mean(),
             "largest_lambda": lambdas.max(),
         }

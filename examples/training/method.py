@@ -33,11 +33,16 @@ class Method(torch.nn.Module):
         self.layers = config.num_hidden_layers
         self.heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        self.width, self.rope = config.hidden_size, rope_of(config)
+        self.width, self.windowed = config.hidden_size, set()
         self.step, self.steps = 0, 1
         self.scores, self.parts = {}, {}  # of the last pass, by layer
 
     # ---- what a method writes ------------------------------------------------------------------------------
+
+    @property
+    def rope(self):
+        """How the model rotates its keys, for scorers that look at keys before RoPE."""
+        return rope_of(self.model.config)
 
     def own_parameters(self):
         """The parameters of gates and scorers."""
@@ -112,13 +117,30 @@ class Method(torch.nn.Module):
 
     def logits(self, ids, attend):
         """Logits [B, S, V] of a pass whose attention is `attend`, a function of LayerInputs."""
-        with attend_with(self.model, attend):
+        with attend_with(self.model, self.between_windows(attend)):
             return self.model(input_ids=ids, use_cache=False).logits
 
     def hidden_states(self, ids, attend):
         """Hidden states [B, S, width] before the output layer, of a pass whose attention is `attend`."""
-        with attend_with(self.model, attend):
+        with attend_with(self.model, self.between_windows(attend)):
             return self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+
+    def between_windows(self, attend):
+        """`attend` in layers of full attention; a layer with a window of its own keeps that. Raises
+        ValueError for a model without layers of full attention."""
+
+        def by_layer(inputs):
+            if inputs.window is None:
+                return attend(inputs)
+            self.windowed.add(inputs.layer)
+            if len(self.windowed) == self.layers:
+                raise ValueError(
+                    f"--model: {self.options.model} is not allowed; each of its layers has a window of its "
+                    "own, and gates need a layer of full attention"
+                )
+            return self.dense(inputs)
+
+        return by_layer
 
     @staticmethod
     def dense(inputs):
@@ -129,10 +151,7 @@ class Method(torch.nn.Module):
         return kvp.attend(inputs.q, inputs.k, inputs.v, mask, **inputs.numbers)
 
     def attend_hard(self, inputs):
-        """The attention of one layer under its policy; keeps the mask in self.parts. A layer with a window of
-        its own keeps that."""
-        if inputs.window is not None:
-            return self.dense(inputs)
+        """The attention of one layer under its policy; keeps the mask in self.parts."""
         policy = self.policy(inputs.layer)
         scores = self.score(inputs) if policy.ranked else inputs.k[..., 0]
         mask = kvp.build_mask(policy, scores)

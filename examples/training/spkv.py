@@ -176,7 +176,7 @@ class SPKV(Method):
 
     def attend(self, inputs):
         gate = self.gate(inputs.layer)
-        if gate is None or inputs.window is not None:  # attention skips keys that expire
+        if gate is None:  # attention skips keys that expire
             return self.attend_hard(inputs)
         scores = self.scores[inputs.layer] = self.score(inputs)
         mask = self.parts[inputs.layer] = kvp.build_log_bias(self.policy(inputs.layer), gate, scores)

@@ -121,7 +121,7 @@ class WGKV(Method):
 
     def _states_and_logits(self, ids, attend):
         """Hidden states before the output layer, and logits."""
-        with attend_with(self.model, attend):
+        with attend_with(self.model, self.between_windows(attend)):
             out = self.model(input_ids=ids, use_cache=False, output_hidden_states=True)
         return out.hidden_states[-1], out.logits
 
