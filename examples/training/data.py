@@ -1,6 +1,7 @@
 """Samples of training: text with retrieval queries, and generated tasks. Sample i is a function of the seed
 and of i alone, so a run that resumes sees what an uninterrupted one would have seen."""
 
+import lzma
 import pathlib
 import random
 import tarfile
@@ -8,6 +9,7 @@ import tarfile
 import torch
 
 LINE, KEY, DIGITS = 9, 4, 4  # "@AB:1234\n": the first digit is at KEY
+KEYS = 26 * 26
 ANSWER_WEIGHT = 10.0
 
 
@@ -16,13 +18,14 @@ class Text(torch.utils.data.Dataset):
 
     text       bytes
     tokenizer  of transformers; None for a model whose tokens are bytes
+    name       of the text, for its errors
     pairs      retrieval queries woven into each sample of bytes: lines "@AB:1234" in its first 60%, and the
                same lines in random order in its last quarter
 
     A sample is (tokens [tokens] int64, weights [tokens] float32): weights[t] is what token t counts in the
     loss; the digits of a repeated line count ANSWER_WEIGHT, those of its first appearance 0."""
 
-    def __init__(self, text, tokens, *, tokenizer=None, pairs=0, seed=1, samples=1 << 40):
+    def __init__(self, text, tokens, *, tokenizer=None, pairs=0, seed=1, samples=1 << 40, name="a text"):
         if pairs and tokenizer is not None:
             raise ValueError(f"pairs: {pairs} is not allowed with a tokenizer; it must be 0")
         if 4 * pairs * LINE > tokens:
@@ -30,12 +33,15 @@ class Text(torch.utils.data.Dataset):
                 f"pairs: {pairs} is not allowed; {tokens} tokens hold at most {tokens // (4 * LINE)}"
             )
         if tokenizer is None:
-            self.ids = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+            empty = torch.empty(0, dtype=torch.uint8)
+            self.ids = torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else empty
         else:
             ids = tokenizer(text.decode(errors="replace"), add_special_tokens=False)["input_ids"]
             self.ids = torch.tensor(ids, dtype=torch.int32)
         if len(self.ids) < tokens:
-            raise ValueError(f"text: {len(self.ids)} tokens are not allowed; it must have {tokens} or more")
+            raise ValueError(
+                f"text: {name} of {len(self.ids)} tokens is not allowed; it must have {tokens}, one sample's"
+            )
         self.tokens, self.pairs, self.seed, self.samples = tokens, pairs, seed, samples
 
     def __len__(self):
@@ -53,7 +59,7 @@ class Text(torch.utils.data.Dataset):
 def _woven(ids, pairs, draw, weights):
     """Text with the lines of retrieval queries; writes their weights."""
     length = len(weights)
-    keys = draw.sample(range(26 * 26), pairs)
+    keys = draw.sample(range(KEYS), pairs)
     lines = [b"@%c%c:%04d\n" % (65 + key // 26, 65 + key % 26, draw.randrange(10**DIGITS)) for key in keys]
     early = sorted(draw.randrange(int(0.6 * length) - pairs * LINE) for _ in lines)
     late = sorted(draw.randrange(int(0.75 * length) - pairs * LINE, len(ids) + 1) for _ in lines)
@@ -134,7 +140,7 @@ def read_text(path, name):
             return path.read_bytes()
         with tarfile.open(path, "r:xz") as archive:
             return archive.extractfile(name).read()
-    except (OSError, KeyError, tarfile.TarError) as error:
+    except (OSError, EOFError, KeyError, lzma.LZMAError, tarfile.TarError) as error:
         raise FileNotFoundError(
             f"text: {path} is not allowed; it must be a text, or a corpus.tar.xz: {error}"
         ) from error

@@ -78,7 +78,7 @@ class Distilled(Method):
     def schedule(self, optimizer):
         """Scorers: warm-up, then a cosine to --last-rate. The model's weights: a constant rate (table 3)."""
         options = self.options
-        floor = min(1.0, options.last_rate / options.rate)
+        floor = min(1.0, options.last_rate / options.rate) if options.rate else 1.0
 
         def falling(step):
             if step < options.warmup:

@@ -8,6 +8,7 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import pathlib
 import time
@@ -60,6 +61,43 @@ def parser_of(method):
     return parser
 
 
+def check(options):
+    """Refuses numbers that no run can have, before anything is made."""
+    sizes = (*options.scratch_size, options.kv_heads) if options.model == "scratch" else (128, 4, 4, 2)
+    for name, allowed, holds in (
+        ("scratch_size", "above 0, with heads of 16 or fewer numbers, or a multiple of 8", _fits(*sizes[:3])),
+        ("kv_heads", "a divisor of HEADS in --scratch-size", sizes[3] > 0 and sizes[2] % sizes[3] == 0),
+        ("pairs", "above 0 with --task recall, 0 to 676 with a text", _has_pairs(options)),
+        ("tokens", "2 or more", options.tokens >= 2),
+        ("batch", "1 or more", options.batch >= 1),
+        ("steps", "0 or more", options.steps >= 0),
+        ("rate", "a finite number, 0 or more", options.rate is None or 0 <= options.rate < math.inf),
+        ("model_rate", "a finite number, 0 or more", 0 <= options.model_rate < math.inf),
+        ("warmup", "0 or more", options.warmup >= 0),
+        ("weight_decay", "a finite number, 0 or more", 0 <= options.weight_decay < math.inf),
+        ("clip", "above 0", options.clip > 0),
+        ("seed", "0 to 2^20", 0 <= options.seed <= 1 << 20),
+        ("log_every", "1 or more", options.log_every >= 1),
+        ("evaluate_every", "0 or more", options.evaluate_every >= 0),
+        ("evaluate_samples", "1 or more", options.evaluate_samples >= 1),
+        ("checkpoint_every", "0 or more", options.checkpoint_every >= 0),
+        ("seconds", "0 or more", options.seconds >= 0),
+    ):
+        if not holds:
+            value = getattr(options, name)
+            raise Refused(f"--{name.replace('_', '-')}: {value} is not allowed; it must be {allowed}")
+
+
+def _fits(width, layers, heads):
+    whole = min(width, layers, heads) > 0 and width % heads == 0
+    return whole and max(16, width // heads) % 8 == 0
+
+
+def _has_pairs(options):
+    least = 1 if options.task == "recall" else 0
+    return options.pairs is None or least <= options.pairs <= data.KEYS
+
+
 @dataclasses.dataclass
 class Ranks:
     """This process among those of torchrun. Within begin() and end() others begin and end in the same process
@@ -75,13 +113,20 @@ class Ranks:
         rank, count = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         if device is None:
             device = "cuda" if torch.cuda.is_available() and kvp.has_cuda() else "cpu"
-        device = (
-            torch.device(device, int(os.environ.get("LOCAL_RANK", 0)))
-            if device == "cuda"
-            else torch.device(device)
-        )
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
+        try:
+            device = (
+                torch.device(device, int(os.environ.get("LOCAL_RANK", 0)))
+                if device == "cuda"
+                else torch.device(device)
+            )
+            if device.type == "cuda":
+                torch.cuda.set_device(device)
+            elif device.type != "cpu":
+                raise RuntimeError("kvpolicy has no operators for it")
+        except (RuntimeError, AssertionError) as error:  # torch without CUDA asserts
+            raise Refused(
+                f"--device: {device} is not allowed; it must be cpu, or cuda where it is: {error}"
+            ) from None
         owns_group = count > 1 and not dist.is_initialized()
         if owns_group:
             dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
@@ -114,9 +159,10 @@ def make_data(options, tokenizer):
     else:
         test = data.read_text(held_out, "heldout.txt")
     shared = {"tokenizer": tokenizer, "pairs": pairs}
+    source = f"the last twentieth of {options.text}" if held_out is None else held_out
     return (
-        data.Text(train, options.tokens, seed=options.seed, **shared),
-        data.Text(test, options.tokens, seed="held out", **shared),
+        data.Text(train, options.tokens, seed=options.seed, name=options.text, **shared),
+        data.Text(test, options.tokens, seed="held out", name=f"held-out text, {source}", **shared),
     )
 
 
@@ -260,12 +306,13 @@ class Trainer:
         self.method.begin_step(self.step, self.options.steps)
         try:
             losses = self.pass_of(ids, weights)
-        except ValueError as error:  # on the CPU the operators refuse a NaN score
+        except ValueError as error:  # on the CPU the operators refuse a NaN
             self.stop_if_broken(error)
-            raise
-        if not torch.isfinite(losses["loss"]):
-            self.stop_if_broken(f"the loss is {losses['loss'].item()}", always=True)
+            raise ValueError(f"step {self.step}: {error}") from error
         norm = torch.nn.utils.clip_grad_norm_(self.trained.values(), self.options.clip)
+        if not torch.isfinite(losses["loss"] + norm):  # one look at the device
+            what = f"the loss is {losses['loss'].item()}, the gradient's norm {norm.item()}"
+            self.stop_if_broken(what, always=True)
         self.optimizer.step()
         self.schedule.step()
         self.method.end_step()
@@ -353,16 +400,24 @@ class Trainer:
         (self.options.out / "metrics.json").write_text(json.dumps(record, indent=1) + "\n")
 
 
+def make_folder(out):
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise Refused(f"--out: {out} is not allowed; it must be a folder: {error.strerror}") from None
+
+
 def train(method, arguments=None):
     """Runs a method with the options of the command line; returns its Trainer."""
     options = parser_of(method).parse_args(arguments)
+    check(options)
     ranks = Ranks.begin(options.device)
-    if options.batch % ranks.count:
-        raise Refused(
-            f"--batch: {options.batch} is not allowed; it must be a multiple of {ranks.count} processes"
-        )
-    options.out.mkdir(parents=True, exist_ok=True)
     try:
+        if options.batch % ranks.count:
+            raise Refused(
+                f"--batch: {options.batch} is not allowed; it must be a multiple of {ranks.count} processes"
+            )
+        make_folder(options.out)
         trainer = Trainer(method, options, ranks)
         if options.resume:
             trainer.load_checkpoint()

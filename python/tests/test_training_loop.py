@@ -1,5 +1,7 @@
 """The loop of the training programs, and the chain from the loss to a gate, by SP-KV's soft gates."""
 
+import tarfile
+
 import kvpolicy as kvp
 import pytest
 import torch
@@ -60,6 +62,64 @@ def test_a_loss_that_is_not_finite_stops(tmp_path):
             run("SPKV", "spkv", tmp_path, *SMALL)
     finally:
         trainer.train_step = before
+
+
+def test_a_gradient_that_is_not_finite_stops_before_the_step(tmp_path):
+    """A finite loss may have a gradient that is not; its step would spoil all weights and the next
+    checkpoint."""
+    trainer = program("loop").Trainer
+    before = trainer.pass_of
+
+    def spoil(self, *batch):
+        losses = before(self, *batch)
+        if self.step == 2:
+            next(iter(self.trained.values())).grad.fill_(float("inf"))
+        return losses
+
+    trainer.pass_of = spoil
+    try:
+        with pytest.raises(SystemExit, match="step 2: the loss is .*, the gradient's norm inf"):
+            run("SPKV", "spkv", tmp_path, *SMALL, "--checkpoint-every", "1")
+    finally:
+        trainer.pass_of = before
+    parameters = torch.load(tmp_path / "checkpoint.pt", weights_only=True)["parameters"]
+    assert all(p.isfinite().all() for p in parameters.values())
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        *(("tokens", "1"), ("batch", "0"), ("steps", "-1"), ("rate", "nan"), ("clip", "-1"), ("pairs", "0")),
+        *(("log-every", "0"), ("evaluate-samples", "0"), ("checkpoint-every", "-1"), ("seed", "-1")),
+        *(("seconds", "nan"), ("kv-heads", "3"), ("device", "none"), ("weight-decay", "inf")),
+    ],
+)
+def test_numbers_that_no_run_has_are_refused(name, value, tmp_path):
+    """In a sentence, before a step: after the last one the result would be lost."""
+    with pytest.raises(SystemExit, match=f"--{name}: .* is not allowed; it must be"):
+        run("SPKV", "spkv", tmp_path / "out", *SMALL, f"--{name}", value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_texts_and_folders_are_refused(tmp_path):
+    text, archive = tmp_path / "a.txt", tmp_path / "a.tar.xz"
+    options = [one for one in SMALL if one not in ("--task", "recall")]
+    for content, found in (
+        (b"", "of 0 tokens"),
+        (b"abc", "of 3 tokens"),
+        (b"x" * 900, "held-out text.*45 t"),
+    ):
+        text.write_bytes(content)
+        with pytest.raises(SystemExit, match=f"text: .*{found}.* is not allowed; it must have 64"):
+            run("SPKV", "spkv", tmp_path / "out", *options, "--text", str(text))
+    with tarfile.open(archive, "w:xz") as made:
+        made.add(__file__, "train.txt")
+    archive.write_bytes(archive.read_bytes()[:-40])
+    with pytest.raises(SystemExit, match="a.tar.xz is not allowed; it must be a text"):
+        run("SPKV", "spkv", tmp_path / "out", *options, "--text", str(archive))
+    for out in (text, text / "below"):
+        with pytest.raises(SystemExit, match="--out: .* is not allowed; it must be a folder"):
+            run("SPKV", "spkv", out, *SMALL)
 
 
 @pytest.mark.skipif(
