@@ -49,6 +49,12 @@ def call(name, like, *arguments):
         _function(name, like.device.type)(torch.get_num_threads(), -1, *arguments)
 
 
+def check_seed(name, seed, most=2**63 - 1):
+    """Raises ValueError for a seed that the library cannot read."""
+    if not 0 <= seed <= most or seed != int(seed):
+        raise ValueError(f"{name}: {seed} is not allowed; it must be a whole number, 0 to {most}")
+
+
 def rows(tensor):
     """A tensor of one number per token whose last dimension is contiguous: a copy if need be."""
     if tensor is None:

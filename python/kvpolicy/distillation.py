@@ -43,6 +43,8 @@ def top_logits(logits, count=256, *, lengths=None):
     """The `count` largest logits of each token, largest first (equal ones by rising index), and their
     indices, int32: [B, S, count] each, from logits [B, S, V]. So a teacher's logits can be stored. No
     gradient. At most 4096 on CUDA, where the work is enqueued on the current stream."""
+    if count < 1:
+        raise ValueError(f"count: {count} is not allowed; it must be 1 or more")
     return _top_logits_operator(logits.detach(), count, lengths)
 
 

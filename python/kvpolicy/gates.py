@@ -348,4 +348,8 @@ def straight_through(policy, scores, v, *, scope="all", lengths=None, cu_seqlens
     Hkv, S] the gradient of u v: d z_t = u (1 - u) <v_t, d v_t>. scope: for "all" keys, as the paper has it,
     or for those whose gate is "decided" (out of the window before the end, no sinks), and 0 for the others.
     Pass the result to attend with the mask of the policy. lengths and cu_seqlens as in build_mask."""
+    if scores.shape != v.shape[:-1]:
+        raise ValueError(
+            f"scores.shape: {tuple(scores.shape)} is not allowed; it must be {tuple(v.shape[:-1])}, v's"
+        )
     return _StraightThrough.apply(v, scores, *numbers_of(policy), _decided(scope), lengths, cu_seqlens)

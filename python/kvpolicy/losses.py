@@ -145,6 +145,7 @@ def boundary_loss(
         raise NotImplementedError(
             f"policy: {policy!r} is not allowed; boundary_loss takes Sink, Window, TopKBudget and Decay"
         )
+    _native.check_seed("seed", seed)
     log_gamma = policy.log_gamma
     if log_gamma is not None:
         log_gamma = log_gamma.to(scores.device).expand(scores.shape[1])

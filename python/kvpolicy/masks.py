@@ -151,6 +151,7 @@ class BernoulliGate:
     seed: int = 0
 
     def numbers(self):
+        _native.check_seed("BernoulliGate.seed", self.seed)
         return "bernoulli", (0.0, 0.0, 0.0, self.clip, 1.0), False, self.seed
 
 
@@ -163,6 +164,7 @@ class DmsGate:
     seed: int = 0
 
     def numbers(self):
+        _native.check_seed("DmsGate.seed", self.seed)
         return "dms", (0.0, 0.0, 0.0, 0.0, self.temperature), self.noise, self.seed
 
 

@@ -371,6 +371,7 @@ class ConvScorer(Scorer):
     def pass_numbers(self):
         sizes, numbers, frequencies = self.call_numbers()
         if self.training and self.dropout:
+            _native.check_seed("dropout_seed", self.dropout_seed, 2**31 - 1)
             sizes, numbers = [*sizes, self.dropout_seed], [*numbers, float(self.dropout)]
         return sizes, numbers, frequencies
 

@@ -220,6 +220,21 @@ def test_refusals():
         kvp.LambdaController(2, factor=1.0)
     with pytest.raises(ValueError, match="compression"):
         kvp.eviction_target(0, 0.5)
+    for v in (torch.zeros(1, 2, 7, 4), torch.zeros(1, 1, 8, 4), torch.zeros(2, 2, 8, 4)):
+        with pytest.raises(ValueError, match=r"scores.shape: \(1, 2, 8\) is not allowed"):
+            kvp.straight_through(POLICY, scores, v)
+    for gate in (kvp.DmsGate(seed=-1), kvp.BernoulliGate(seed=2**63), kvp.BernoulliGate(seed=0.5)):
+        with pytest.raises(ValueError, match="seed: .* is not allowed"):
+            kvp.build_log_bias(POLICY, gate, scores)
+    top_k = kvp.KVpop(1, 2, 2)
+    with pytest.raises(ValueError, match="seed: -1 is not allowed"):
+        kvp.boundary_loss(top_k, scores, scores, count=1, seed=-1)
+    with pytest.raises(ValueError, match="count: -1 is not allowed"):
+        kvp.top_logits(scores, -1)
+    scorer = kvp.ConvScorer(2, 8)
+    scorer.dropout, scorer.dropout_seed = 0.5, 2**31
+    with pytest.raises(ValueError, match="dropout_seed: 2147483648 is not allowed"):
+        scorer(torch.zeros(1, 2, 8, 8), torch.zeros(1, 2, 8, 8))
     v = torch.randn(1, 2, 8, 4, requires_grad=True)
     (d_z,) = torch.autograd.grad(
         kvp.straight_through(POLICY, scores.requires_grad_(), v).square().sum(), scores, create_graph=True
