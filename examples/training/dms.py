@@ -58,7 +58,7 @@ class DMS(Method):
 
     def gate(self, layer):
         """The gate of one layer in this step; the seed draws the same noise in every pass of the step."""
-        seed = (self.options.seed << 40) + self.step * self.layers + layer
+        seed = (self.options.seed << 40) + (self.rank << 32) + self.step * self.layers + layer
         return kvp.DmsGate(self.options.temperature, not self.options.no_noise, seed)
 
     def attend(self, inputs):

@@ -167,6 +167,7 @@ class KVpop(Distilled):
     def boundary_loss(self, layer, scores, target):
         """Equation 7 at sampled positions, with the decay as a function of alpha."""
         options = self.options
+        seed = (options.seed << 40) + (self.rank << 32) + self.step * self.layers + layer
         return kvp.boundary_loss(
             self.parts_of(self.log_gammas[layer]),
             scores,
@@ -176,7 +177,7 @@ class KVpop(Distilled):
             balance=not options.no_balance,
             count=options.positions or None,
             late=options.late,
-            seed=self.step * self.layers + layer,
+            seed=seed,
         )
 
     def graph_key(self):

@@ -129,9 +129,9 @@ class LTE(Method):
 
     def begin_step(self, step, steps):
         super().begin_step(step, steps)
-        rank = dist.get_rank() if dist.is_initialized() else 0
         for layer, scorer in enumerate(self.scorers):
-            scorer.dropout_seed = random.Random(f"{self.options.seed} {step} {rank} {layer}").getrandbits(31)
+            numbers = f"{self.options.seed} {step} {self.rank} {layer}"
+            scorer.dropout_seed = random.Random(numbers).getrandbits(31)
 
     def loss(self, ids, weights):
         nll = self.next_token_loss(self.logits(ids, self.attend), ids, weights)

@@ -4,6 +4,7 @@ import kvpolicy as kvp
 import torch
 from data import ANSWER_WEIGHT
 from kvpolicy.training import attend_with, rope_of
+from torch import distributed
 from torch.nn import functional
 from transformers import get_cosine_schedule_with_warmup
 
@@ -108,6 +109,12 @@ class Method(torch.nn.Module):
         raise NotImplementedError
 
     # ---- what methods share --------------------------------------------------------------------------------
+
+    @property
+    def rank(self):
+        """The number of this process among those of torchrun: processes have samples of their own, and so
+        draws of their own."""
+        return distributed.get_rank() if distributed.is_initialized() else 0
 
     def forward(self, ids, weights):
         """The losses of one batch: ids [B, S] int64, weights [B, S] float32. A module's forward, so that

@@ -16,7 +16,7 @@ from loop import train
 from method import Method
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import distributed, nn
+from torch import nn
 
 TAUS = (0.0, 0.01, 0.1, 0.3, 0.5, 0.7, 0.9, 0.99, 1.0)
 KERNEL = 65  # of the bidirectional predictor's convolution (C.4)
@@ -159,8 +159,7 @@ class SPKV(Method):
 
     def draw(self, layer):
         """The seed of a layer's draws in this step: of a resumed run the same, of other processes another."""
-        rank = distributed.get_rank() if distributed.is_initialized() else 0
-        numbers = (self.options.seed, self.step, rank, layer)
+        numbers = (self.options.seed, self.step, self.rank, layer)
         return functools.reduce(lambda seed, number: (seed * 1000003 + number) % 2**62, numbers)
 
     def policy(self, layer):

@@ -171,3 +171,29 @@ def test_layers_keep_a_window_of_their_own():
         assert method.evaluate(ids, weights)["density"] == 1
         method(ids, weights)
     assert list(method.scores) == list(method.parts) == [1]
+
+
+def test_processes_draw_for_themselves(monkeypatch):
+    """Noise and positions differ by process and by --seed: each process has other samples, and each run."""
+
+    def draws(rank, seed):
+        monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda: rank)
+        dms, *_ = small_method("DMS", "dms", "--seed", seed)
+        spkv, *_ = small_method("SPKV", "spkv", "--seed", seed)
+        lte, *_ = small_method("LTE", "lte", "--seed", seed, "--window", "13")
+        budget = ("--sinks", "2", "--window", "4", "--budgets", "16", "--positions", "4")
+        kvpop, ids, weights = small_method("KVpop", "kvpop", "--seed", seed, *budget, dtype=torch.float32)
+        lte.begin_step(5, 10)
+        positions = []
+        monkeypatch.setattr(kvp, "boundary_loss", spied(kvp.boundary_loss, positions))
+        kvpop(ids, weights)
+        return [dms.gate(1).seed, spkv.draw(1), lte.scorers[1].dropout_seed, positions[1]]
+
+    def spied(function, seeds):
+        return lambda *a, **named: (seeds.append(named["seed"]), function(*a, **named))[1]
+
+    first = draws(0, "1")
+    for other in (draws(1, "1"), draws(0, "2")):
+        assert all(mine != theirs for mine, theirs in zip(first, other))
+    assert first == draws(0, "1")
