@@ -4,7 +4,7 @@
         logits = model(ids).logits
 
 calls attend(inputs) in each layer, with what a gate reads and what attention reads; the result is the layer's
-attention. It is differentiable wherever `attend` is. docs/training-gates.md has whole programs.
+attention. It is differentiable wherever `attend` is. docs/training.md names whole programs.
 """
 
 import contextlib
