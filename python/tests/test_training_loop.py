@@ -1,5 +1,7 @@
 """The loop of the training programs, and the chain from the loss to a gate, by SP-KV's soft gates."""
 
+import pathlib
+import stat
 import tarfile
 
 import kvpolicy as kvp
@@ -197,3 +199,12 @@ def test_processes_draw_for_themselves(monkeypatch):
     for other in (draws(1, "1"), draws(0, "2")):
         assert all(mine != theirs for mine, theirs in zip(first, other))
     assert first == draws(0, "1")
+
+
+def test_programs_can_be_run_as_the_pages_say():
+    folder = pathlib.Path(program("loop").__file__).parent
+    table = (folder / "README.md").read_text()
+    for path in folder.glob("*.py"):
+        runs = "__main__" in path.read_text()
+        assert bool(path.stat().st_mode & stat.S_IXUSR) == runs, path
+        assert f"`{path.name}`" in table, path
