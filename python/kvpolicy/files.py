@@ -1,4 +1,4 @@
-"""Files of trained scorers and their policies: safetensors, the format of docs/training.md."""
+"""Files of trained scorers and their policies: safetensors, the format of docs/training/files.md."""
 
 import functools
 import math
@@ -172,7 +172,7 @@ class Scorers(nn.Module):
         return make(self.window, Sink(self.sinks), *cap, scorer, tau=self.threshold)
 
     def save(self, path):
-        """Writes a file that load and the example programs read (docs/training.md has the format).
+        """Writes a file that load and the example programs read (docs/training/files.md has the format).
         Tensors are float32; bfloat16 for parameters of that dtype. With parameters that FSDP2 has sharded
         every rank calls it, and rank 0 writes."""
         low, high = self.gamma_range or (1.0, 1.0)

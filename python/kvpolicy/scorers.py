@@ -1,7 +1,7 @@
 """Scorers as modules: scores of keys from keys and values, [B, Hkv, S, Dk] and [B, Hkv, S, Dv].
 
-Parameters have the names, shapes and order of the library's files (docs/training.md). The computation reads
-them as float32, whatever their dtype; their gradients have their dtype.
+Parameters have the names, shapes and order of the library's files (docs/training/files.md). The computation
+reads them as float32, whatever their dtype; their gradients have their dtype.
 """
 
 import copy

@@ -4,7 +4,8 @@
         logits = model(ids).logits
 
 calls attend(inputs) in each layer, with what a gate reads and what attention reads; the result is the layer's
-attention. It is differentiable wherever `attend` is. docs/training.md names whole programs.
+attention. It is differentiable wherever `attend` is. docs/training/wgkv.md has a short program,
+examples/training has whole ones.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-// Trained scorers of all layers of a model: in memory, and as a file (docs/training.md has the format).
+// Trained scorers of all layers of a model: in memory, and as a file (docs/training/files.md has the format).
 #pragma once
 
 #include <kvpolicy/scorers/conv.hpp>
