@@ -1,8 +1,8 @@
 """The loop that all training programs share: options, AdamW with warm-up and a cosine, checkpoints, a log.
 
-A program is `train(Method)`. It runs on one device, or on several by torchrun, which share the samples of a
-step. Step n reads samples that depend on the seed and on n alone, so a run that was interrupted and resumed
-ends with the weights of one that was not."""
+A program is `train(Method)`. It runs on one device, or on several by torchrun, which divide the samples of
+a step. Step n reads samples that depend on the seed and on n alone, so a resumed run ends with the weights of
+an uninterrupted one. README.md in this folder has the options and the files of a run."""
 
 import argparse
 import contextlib
@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 class Refused(SystemExit):
-    """A sentence for the user."""
+    """Ends a program with one sentence for the user."""
 
 
 def parser_of(method):
@@ -100,8 +100,8 @@ def _has_pairs(options):
 
 @dataclasses.dataclass
 class Ranks:
-    """This process among those of torchrun. Within begin() and end() others begin and end in the same process
-    group."""
+    """This process among those of torchrun. begin() starts the process group, and end() destroys it, unless a
+    caller had already started one: several runs can share it."""
 
     rank: int
     count: int
@@ -148,7 +148,7 @@ def make_data(options, tokenizer):
         )
         return make(options.tokens, seed=options.seed), make(options.tokens, seed=f"held out {options.seed}")
     if options.text is None:
-        raise Refused("--text or --task: nothing is not allowed; one must say what to train on")
+        raise Refused("--text: none is not allowed without --task; it must be a text or a corpus.tar.xz")
     archive = options.text.endswith(".xz")
     held_out = options.held_out or (options.text if archive else None)
     pairs = options.pairs if options.pairs is not None else 0
@@ -207,7 +207,7 @@ class Trainer:
         return self.options.out / "checkpoint.pt"
 
     def identity(self):
-        """What a checkpoint must agree in with the run that reads it."""
+        """What a checkpoint and the run that resumes from it must have in common."""
         options = {
             name: str(value)
             for name, value in sorted(vars(self.options).items())
@@ -284,7 +284,8 @@ class Trainer:
         return torch.autocast("cuda", torch.bfloat16)
 
     def pass_of(self, ids, weights):
-        """The losses of a forward pass, and the gradients of its backward pass."""
+        """The losses of a forward pass, scalars by name; the backward pass overwrites the gradients of the
+        trained parameters."""
 
         def compute(ids, weights):
             with self.precision():
@@ -299,7 +300,8 @@ class Trainer:
         return compute(ids, weights)
 
     def train_step(self):
-        """One step; returns its losses as numbers."""
+        """One step of the optimizer; returns the losses, and the norm of the gradient before clipping, as
+        scalars on the device."""
         share = self.options.batch // self.ranks.count
         first = self.step * self.options.batch + self.ranks.rank * share
         ids, weights = self.batch(self.train_data, first, share)
@@ -382,7 +384,7 @@ class Trainer:
         self.finish()
 
     def finish(self):
-        """Writes the trained parts and what they are worth."""
+        """Writes the trained gates or scorers, the model if it was trained, and metrics.json."""
         if self.ranks.rank:
             return
         with torch.no_grad(), self.precision():

@@ -12,8 +12,9 @@ from transformers import get_cosine_schedule_with_warmup
 class Method(torch.nn.Module):
     """A method: modules that are trained, the attention of a layer, and a loss.
 
-    A subclass sets `name`, adds its options, builds its modules in __init__, and writes attend and loss.
-    Class and options are all that a run is made of."""
+    A subclass sets `name`, adds its options, builds its modules in __init__, and writes score, attend, loss,
+    policy and save. Draws depend on --seed and the step alone, so that a run can resume.
+    README.md in this folder has the steps of adding one."""
 
     name = ""
 
@@ -36,7 +37,7 @@ class Method(torch.nn.Module):
         self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.width, self.windowed = config.hidden_size, set()
         self.step, self.steps = 0, 1
-        self.scores, self.parts = {}, {}  # of the last pass, by layer
+        self.scores, self.parts = {}, {}  # of the last pass, by layer: scores [B, Hkv, S]; masks or losses
 
     # ---- what a method writes ------------------------------------------------------------------------------
 
@@ -72,8 +73,8 @@ class Method(torch.nn.Module):
         return get_cosine_schedule_with_warmup(optimizer, self.options.warmup, self.options.steps)
 
     def attend(self, inputs):
-        """The attention of one layer in training, [B, Hq, S, Dv]; keeps what the loss needs in
-        self.scores and self.parts."""
+        """The attention of one layer in training, [B, Hq, S, Dv] in the dtype of q, from LayerInputs. Keeps
+        what the loss needs in self.scores and self.parts, by layer."""
         raise NotImplementedError
 
     def loss(self, ids, weights):
@@ -81,27 +82,29 @@ class Method(torch.nn.Module):
         raise NotImplementedError
 
     def begin(self, ids, weights):
-        """Before the first step, with the first training sample, the same on all ranks: initial weights."""
+        """Called once before the first step, with the first training sample, the same on all ranks: to set
+        initial weights."""
 
     def begin_step(self, step, steps):
-        """Before the forward pass of a step: schedules."""
+        """Called before the forward pass of a step: to move schedules."""
         self.step, self.steps = step, steps
 
     def graph_key(self):
-        """What the Python of a pass depends on, hashable: passes of one key can run as one CUDA graph. None:
-        each pass differs, or waits for the device."""
+        """What Python decides in the pass of this step, hashable, such as the budget. Passes of a key launch
+        the same kernels, and can run as one CUDA graph. None: the pass reads numbers of its step in Python,
+        such as a seed, or synchronizes with the device."""
         return None
 
     def end_step(self):
-        """After the optimizer's step: controllers."""
+        """Called after the optimizer's step: to move controllers."""
 
     def policy(self, layer):
         """The policy of one layer after training: hard gates."""
         raise NotImplementedError
 
     def measure(self, samples):
-        """What a finished run is worth beyond evaluate(), a dictionary for metrics.json. `samples`:
-        the held-out ones, (ids, weights) each."""
+        """Measures of a finished run beyond evaluate(), a dictionary for "measures" of metrics.json.
+        `samples`: the held-out ones, (ids, weights) each."""
         return {}
 
     def save(self, path, notes):

@@ -1,7 +1,7 @@
 """The forward and backward pass of a training step as one CUDA graph.
 
-A step of a small model is bound by the launches of its kernels: SmolLM2-135M with 8192 tokens takes 117 ms of
-wall clock for 73 ms of kernels. A graph launches all of them at once."""
+Kernels of a small model take less time than their launches from Python. A graph launches all kernels of a
+pass by one call."""
 
 import torch
 
@@ -9,15 +9,18 @@ WARM_UP = 3  # steps before a capture, in which libraries allocate what they kee
 
 
 class StepGraph:
-    """Passes of one method. run(compute, ids, weights, key) is compute(ids, weights), which returns {name:
-    scalar} and leaves gradients in `parameters`.
+    """The passes of one method, captured where they repeat.
 
-    key       hashable: what the Python of a pass depends on beside ids and weights. Passes of one key are
-              captured after WARM_UP of them and then replayed, in which case the scalars, and what the method
-              kept of the pass, are overwritten by the next one. None: this pass is not captured.
+    run(compute, ids, weights, key) has the result of compute(ids, weights): a forward and backward pass that
+    returns {name: scalar} and leaves gradients in `parameters`. Gradients are overwritten, not accumulated.
 
-    A replayed pass does what the captured one did, so `compute` may not wait for the device, and its shapes
-    stay the same. Gradients are written, not added."""
+    key       hashable: what Python decides in the pass, such as the budget. The first WARM_UP passes in a row
+              of one key and shape run from Python; the next one is captured and replayed. Another key or
+              shape drops the graph. None: the pass runs from Python.
+
+    A replay repeats the kernels of the captured pass on new ids and weights, and runs no Python. So `compute`
+    may not synchronize with the device, and the next replay overwrites the scalars, the gradients, and the
+    tensors that the method kept of the pass. Work is ordered on the current stream."""
 
     def __init__(self, parameters):
         self.parameters = list(parameters)
@@ -42,7 +45,7 @@ class StepGraph:
         return self.losses
 
     def _beside(self, compute, ids, weights):
-        """A pass that is not captured, on the stream of captures."""
+        """A pass from Python, on the stream of captures; the current stream waits for it."""
         current = torch.cuda.current_stream()
         self.stream = torch.cuda.Stream() if self.stream is None else self.stream
         self.stream.wait_stream(current)

@@ -124,8 +124,9 @@ def compression_loss(
 
     target            the share of keys to evict, 0 to 1 (eviction_target)
     straight_through  count decisions (alpha > 0.5) instead of alphas, with the gradient of alpha
-    total             the sums of all layers, added up: the mean is over them. Each layer's value is then the
-                      whole loss, and its gradient that layer's. None: this call alone
+    total             (sum of alphas, number of keys) of all layers and devices: the results of eviction_sums,
+                      added up. The mean is over these. The value of each layer's call is then the whole loss,
+                      and its gradient is that of the layer's scores. None: the mean is over this call's keys
 
     Other arguments as in gate_sparsity."""
     if total is not None:
@@ -254,10 +255,12 @@ class LambdaController(nn.Module):
         c <- (1 - a) c + a count,      a = 2 / (1 + every / 2)
         weight <- min(weight factor^s, 1),      s = [c > cap] - [c < slack cap]
 
-    A weight below `least` becomes 0, and 0 becomes `least` again where c > cap. Steps are rounded to float32:
-    a weight within 2^-12 of `least` (less than half a step) is `least`. `cap` counts the sinks, as the cap b
-    of LTE does: sinks + budget of the policy. The buffers `weights` [heads] float32 and `average` [heads]
-    float64 move with the module; average `average` over devices before update()."""
+    A weight below `least` becomes 0, and 0 becomes `least` again where c > cap. Weights are rounded to
+    float32: one that is less than 2^-12 (relative, and less than half a step) below `least` becomes `least`,
+    so that as many updates down as up end there. `cap` counts the sinks, as the cap b of LTE does: sinks +
+    budget of the policy. The buffers `weights` [heads] float32 and `average` [heads] float64 move with the
+    module. With several devices, average the counts over them before observe(), or `average` before
+    update()."""
 
     def __init__(self, heads, cap=512.0, *, slack=0.95, factor=1.2, least=1e-9, every=32):
         super().__init__()

@@ -34,8 +34,8 @@ class LayerInputs:
 
     layer            number of the layer
     states           [B, S, width], the hidden states that the layer's projections read
-    q, k, v          [B, Hq, S, Dk], [B, Hkv, S, Dk], [B, Hkv, S, Dv], q and k after RoPE; under autocast of
-                     its dtype
+    q, k, v          [B, Hq, S, Dk], [B, Hkv, S, Dk], [B, Hkv, S, Dv], q and k after RoPE, in the dtype of the
+                     projections, or under autocast in its dtype
     sm_scale         factor of the logits
     logits_soft_cap  soft cap of the logits, 0 without one
     window           the layer's own sliding window, None for full attention
@@ -98,10 +98,11 @@ def rope_of(config):
 
 @contextlib.contextmanager
 def attend_with(model, attend):
-    """In its body each attention layer of `model`, a decoder of transformers, computes attend(LayerInputs),
-    which returns [B, Hq, S, Dv]. Forward passes are of whole samples, without a cache and without padding.
-    Passes may not nest for one model. With activation checkpointing the backward pass calls `attend`
-    again."""
+    """A context in which each attention layer of `model`, a decoder of transformers, is attend(LayerInputs),
+    which returns [B, Hq, S, Dv]. Forward passes take whole samples, without a cache and without padding:
+    others raise NotImplementedError, as dropout and learned sinks do. Within such a context a second one of
+    the same model raises RuntimeError. With activation checkpointing the backward pass calls `attend` again,
+    and must be within the context."""
     config = model.config.get_text_config(decoder=True)
     modules = attention_modules(model)
     if any(hasattr(module, "_kvpolicy_attend") for module in modules):
