@@ -4,7 +4,7 @@ import functools
 import math
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 
@@ -40,6 +40,7 @@ _CLASSES = {
     for scorer in (LinearScorer, MLPScorer, mLSTMScorer, WriteGateScorer, ConvScorer, UtilityPredictor)
 }
 _NO_SCORER = "none"  # the kind of a file without scorers
+_MOST = 1 << 16  # of a size in a file
 # The frequencies of a Rope, if it has some.
 _FREQUENCIES = "rope_frequencies"
 # What "norm" of a file says of an mLSTM.
@@ -236,9 +237,12 @@ class Scorers(nn.Module):
     def load(cls, path):
         """Reads such a file; parameters become float32 on the CPU. Raises ValueError with the file and what
         it lacks."""
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}
+        try:
+            with safe_open(path, framework="pt") as file:
+                metadata = file.metadata() or {}
+                tensors = {name: file.get_tensor(name) for name in file.keys()}
+        except SafetensorError as error:
+            raise ValueError(f"{path}: is not allowed; it must be whole safetensors: {error}") from None
         if metadata.get("norm", "0") not in _NORMS:
             raise ValueError(
                 f"{path}: norm {metadata['norm']} is not allowed; it must be one of {', '.join(_NORMS)}"
@@ -267,7 +271,7 @@ class Scorers(nn.Module):
             raise ValueError(
                 f"{path}: {name} of shape {found.get(name)} is not allowed; it must be {wanted.get(name)}"
             )
-        scorers.load_state_dict({name: tensor.float() for name, tensor in tensors.items()})
+        scorers.load_state_dict({name: tensor.float() for name, tensor in tensors.items()}, assign=True)
         return scorers
 
     @classmethod
@@ -275,25 +279,35 @@ class Scorers(nn.Module):
         """Scorers with the numbers of a file's metadata. Files without a "policy" are KVpop's."""
         frequencies = tensors.pop(_FREQUENCIES, None)
         number = functools.partial(_number_of, metadata)
-        count = number("layers") if metadata["kind"] != _NO_SCORER else 0
+        count = number("layers", least=1, most=len(tensors)) if metadata["kind"] != _NO_SCORER else 0
+        has_threshold = "threshold" in metadata or metadata.get("policy") in _THRESHOLDS
         gammas = (number("gamma_min", float), number("gamma_max", float))
-        return cls(
-            [_scorer_of(metadata, frequencies) for _ in range(count)],
-            window=number("window"),
-            sinks=number("sinks"),
-            system=metadata.get("policy", "kvpop"),
-            threshold=number("threshold", float) if "threshold" in metadata else 0.5,
-            budget=number("budget") if "budget" in metadata else None,
-            gamma_range=gammas if "alpha" in tensors else None,
-        )
+        with torch.device("meta"):  # parameters are the file's
+            return cls(
+                [_scorer_of(metadata, frequencies) for _ in range(count)],
+                window=number("window", least=1),
+                sinks=number("sinks"),
+                system=metadata.get("policy", "kvpop"),
+                threshold=number("threshold", float) if has_threshold else 0.5,
+                budget=number("budget") if "budget" in metadata else None,
+                gamma_range=gammas if "alpha" in tensors else None,
+            )
 
 
-def _number_of(metadata, key, kind=int):
+def _number_of(metadata, key, kind=int, *, least=0, most=2**31 - 1):
+    """A number of a file's metadata, from `least` to `most`."""
     try:
-        return kind(metadata[key])
+        found = kind(metadata[key])
     except ValueError:
         allowed = "a whole number" if kind is int else "a number"
         raise ValueError(f"{key}: {metadata[key]!r} is not allowed; it must be {allowed}") from None
+    if not least <= found <= most:
+        raise ValueError(f"{key}: {metadata[key]} is not allowed; it must be {least} to {most}")
+    return found
+
+
+def _size_of(metadata, key):
+    return _number_of(metadata, key, least=1, most=_MOST)
 
 
 def _check_system(system, layers, threshold, budget):
@@ -350,18 +364,17 @@ def _scorer_of(metadata, frequencies):
     """A scorer with the sizes that a file's metadata gives."""
     kind = metadata["kind"]
     if kind == "utility":
-        return UtilityPredictor(*(_number_of(metadata, key) for key in ("heads", "width", "hidden")))
-    number = {
-        key: _number_of(metadata, key)
-        for key in ("heads", _KEY_WIDTH, _VALUE_WIDTH, "hidden", "d_qk", "d_v", "delay")
-    }
+        return UtilityPredictor(*(_size_of(metadata, key) for key in ("heads", "width", "hidden")))
+    sizes = ("heads", _KEY_WIDTH, _VALUE_WIDTH, "hidden", "d_qk", "d_v")
+    number = {key: _size_of(metadata, key) for key in sizes}
+    number["delay"] = _number_of(metadata, "delay")
     sizes, value_dim = (number["heads"], number[_KEY_WIDTH]), number[_VALUE_WIDTH]
     rope = None
     if "rope_layout" in metadata:
         rope = Rope(
             metadata["rope_layout"],
-            _number_of(metadata, "rope_base", float),
-            _number_of(metadata, "rope_dims"),
+            _number_of(metadata, "rope_base", float, least=1e-6),
+            _number_of(metadata, "rope_dims", most=number[_KEY_WIDTH]),
             frequencies,
         )
     if kind == "linear":

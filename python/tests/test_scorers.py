@@ -447,6 +447,37 @@ def test_trained_files_are_read(name):
     assert log_gamma.shape == (2,) and (log_gamma <= 0).all()
 
 
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        *(("layers", "99999999999"), ("layers", "0"), ("heads", "99999999999"), ("hidden", "-1")),
+        *(("window", "0"), ("sinks", "-1"), ("budget", "-1"), ("threshold", "nan"), ("threshold", None)),
+        *(("rope_base", "0"), ("rope_dims", "17"), ("delay", "1e3"), ("policy", "none")),
+    ],
+)
+def test_damaged_files_are_refused(name, value, tmp_path):
+    """In a sentence that names the file, and before anything of a size that only the metadata claims."""
+    path = tmp_path / "a.safetensors"
+    gate = kvp.WriteGateScorer(H, DK, 24, rope=kvp.Rope())
+    kvp.Scorers([gate], window=5, system="wgkv", threshold=0.1, budget=3).save(path)
+    with safe_open(path, framework="pt") as file:
+        metadata, tensors = file.metadata(), {key: file.get_tensor(key) for key in file.keys()}
+    metadata.pop(name)
+    save_file(tensors, path, metadata=metadata | ({} if value is None else {name: value}))
+    with pytest.raises(ValueError, match="a.safetensors: .*is not allowed"):
+        kvp.Scorers.load(path)
+
+
+def test_a_cut_file_is_refused(tmp_path):
+    path = tmp_path / "a.safetensors"
+    kvp.Scorers([kvp.LinearScorer(H, DK)], window=5, system="dms").save(path)
+    whole = path.read_bytes()
+    for size in (0, 4, 100, len(whole) - 1):
+        path.write_bytes(whole[:size])
+        with pytest.raises(ValueError, match="a.safetensors: .*whole safetensors"):
+            kvp.Scorers.load(path)
+
+
 def test_refusals(tmp_path):
     scorer = make("mlp")
     k, v = torch.randn(1, H, 9, DK), torch.randn(1, H, 9, DV)
