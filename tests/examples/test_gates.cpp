@@ -89,7 +89,8 @@ std::string refusal_of(const std::map<std::string, std::string>& changes) {
 
 TEST_CASE("files of every system: Python's logits, text and entries") {
     const kvpolicy::host ctx(2);
-    for (const auto& [name, want] : expected()["files"].items()) {
+    for (const auto& [file, want] : expected()["files"].items()) {
+        const std::string name = file;  // clang++ captures no structured binding
         const examples::TrainedScorers trained = examples::load_scorers(folder + name + ".safetensors");
         CHECK(trained.spec.training.at("recipe") == "random weights");
         const auto text = want["text"].get<std::vector<std::int32_t>>();
