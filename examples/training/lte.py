@@ -169,7 +169,7 @@ class LTE(Method):
         """Of one held-out batch: nll and the share of right answers under the capped policy, under
         StreamingLLM of the same size and dense; keys retained out of the window, and the share of heads above
         the cap, before the cap acts."""
-        self.eval()
+        self.scorers.eval()  # without dropout
         found = {}
         for name, attend in (("", self.attend_hard), ("_streaming", self.streaming), ("_dense", self.dense)):
             self.scores, self.parts = {}, {}
@@ -182,7 +182,7 @@ class LTE(Method):
                 counts = self.counts("decided")
         found["retained"] = counts.mean().item()
         found["heads_above_cap"] = (counts > self.cap).double().mean().item()
-        self.train()
+        self.scorers.train()
         return found
 
     @staticmethod
@@ -196,7 +196,7 @@ class LTE(Method):
     def measure(self, samples):
         """By layer and head: the share of keys out of the window whose gate is open (B, figure 5), and the
         penalty's weights."""
-        self.eval()
+        self.scorers.eval()
         counts = []
         for ids, _ in samples:
             self.scores, self.parts = {}, {}

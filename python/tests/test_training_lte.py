@@ -206,3 +206,12 @@ def test_what_is_refused(tmp_path):
     with pytest.raises(SystemExit, match="dropout.rate: 1 is not allowed"):
         run("LTE", "lte", tmp_path, *TINY, "--dropout", "1")
     assert program("lte").LTE.name == "lte"
+
+
+def test_an_evaluation_leaves_the_model_in_its_mode():
+    """A model from a folder is in evaluation mode: in training mode its dropout would be refused."""
+    method, ids, weights = small_method("LTE", "lte", "--window", "13", "--cap", "8", dtype=torch.float32)
+    method.model.eval()
+    method.evaluate(ids, weights)
+    assert not any(module.training for module in method.model.modules())
+    assert all(scorer.training for scorer in method.scorers)
