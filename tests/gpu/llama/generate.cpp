@@ -252,7 +252,7 @@ TEST_CASE("files of gates: the host's logits and entries") {
     const llama::Model model = llama::load_model(folder);
     const kvpolicy::host ctx{0};
     llama::DeviceEngine engine(model, llama::DType::f32);
-    const DeviceSetting device{engine.stream(), engine.config(), llama::DType::bf16, 32};
+    const DeviceSetting device = device_setting(engine, llama::DType::bf16);
     std::vector<std::int32_t> tokens(200);
     for (std::size_t i = 0; i < tokens.size(); ++i) {
         tokens[i] = 1 + static_cast<std::int32_t>(i * i * 7 + i * 3) % 47;
