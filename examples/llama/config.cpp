@@ -1,5 +1,6 @@
 #include "config.hpp"
 
+#include "bounded_json.hpp"
 #include "error.hpp"
 #include "safetensors.hpp"
 
@@ -64,7 +65,8 @@ struct Reader {
 }  // namespace
 
 Config parse_config(std::string_view json_text, const std::string& file) {
-    const json object = json::parse(json_text.begin(), json_text.end(), nullptr, /*allow_exceptions=*/false);
+    const json object = json::parse(json_text.begin(), json_text.end(), depth_limit(file, 16),
+                                    /*allow_exceptions=*/false);
     if (!object.is_object()) fail("{}: is not a JSON object", file);
     const Reader read{file, object};
 

@@ -228,6 +228,7 @@ Safetensors::Safetensors(const std::filesystem::path& path) : path_(path.string(
     if (covered != data_bytes)
         fail("{}: bytes {} to {} of the data belong to no tensor", path_, covered, data_bytes);
 
+    for (std::size_t i = 0; i < tensors_.size(); ++i) by_name_.emplace(tensors_[i].name, i);
     mapped_ = owner.release();
     mapped_bytes_ = file_bytes;
 }
@@ -235,8 +236,8 @@ Safetensors::Safetensors(const std::filesystem::path& path) : path_(path.string(
 Safetensors::~Safetensors() { ::munmap(mapped_, mapped_bytes_); }
 
 const Tensor* Safetensors::find(std::string_view name) const noexcept {
-    const auto it = std::ranges::find(tensors_, name, &Tensor::name);
-    return it == tensors_.end() ? nullptr : &*it;
+    const auto it = by_name_.find(name);
+    return it == by_name_.end() ? nullptr : &tensors_[it->second];
 }
 
 void to_float(const Tensor& tensor, std::span<float> out) {

@@ -7,6 +7,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <unordered_map>
 #include <vector>
 
 namespace llama {
@@ -51,6 +52,7 @@ class Safetensors {
     void* mapped_ = nullptr;
     std::size_t mapped_bytes_ = 0;
     std::vector<Tensor> tensors_;
+    std::unordered_map<std::string_view, std::size_t> by_name_;  // places in tensors_
     std::map<std::string, std::string, std::less<>> metadata_;
 };
 

@@ -1,5 +1,6 @@
 #include "tokenizer.hpp"
 
+#include "bounded_json.hpp"
 #include "error.hpp"
 #include "unicode_ranges.hpp"
 
@@ -121,6 +122,13 @@ std::pair<std::string, std::string> merge_pair(const json& merge) {
     return {text.substr(0, space), space == text.npos ? "" : text.substr(space + 1)};
 }
 
+/// The JSON library would convert a fraction or a number of 64 bits to some other id.
+std::int32_t id_of(const json& id, const std::string& file) {
+    if (!id.is_number_unsigned() || id.get<std::uint64_t>() > std::numeric_limits<std::int32_t>::max())
+        fail("{}: a token has id {}, it must be an integer from 0 to 2^31 - 1", file, clipped(id.dump()));
+    return id.get<std::int32_t>();
+}
+
 }  // namespace
 
 std::vector<std::string_view> split_words(std::string_view text, bool split_digits) {
@@ -184,7 +192,7 @@ Tokenizer Tokenizer::read(const std::filesystem::path& path) try {
     const std::string file = path.string();
     std::ifstream in(path, std::ios::binary);
     if (!in) fail("{}: cannot be read", file);
-    const json root = json::parse(in);
+    const json root = json::parse(in, depth_limit(file, 32));
     const json& model = root.at("model");
     if (model.value("type", "BPE") != "BPE")
         fail("{}: model.type is {}, only \"BPE\" is supported", file, printable(model.value("type", "")));
@@ -195,9 +203,9 @@ Tokenizer Tokenizer::read(const std::filesystem::path& path) try {
     tokenizer.split_digits_ = splits_digits(root.at("pre_tokenizer"), file);
 
     std::unordered_map<std::string, std::int32_t> ids;
-    for (const auto& [text, id] : model.at("vocab").items()) ids.emplace(text, id.get<std::int32_t>());
+    for (const auto& [text, id] : model.at("vocab").items()) ids.emplace(text, id_of(id, file));
     for (const json& token : root.value("added_tokens", json::array())) {
-        const auto id = token.at("id").get<std::int32_t>();
+        const auto id = id_of(token.at("id"), file);
         ids.emplace(token.at("content").get<std::string>(), id);
         tokenizer.specials_.emplace_back(token.at("content").get<std::string>(), id);
     }

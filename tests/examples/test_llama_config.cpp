@@ -102,6 +102,8 @@ TEST_CASE("values out of range") {
     CHECK(contains(error_with("tie_word_embeddings", 1), "tie_word_embeddings"));
     CHECK(contains(error_with("eos_token_id", 10),
                    "eos_token_id holds 10, it must be from 0 to vocab_size - 1 = 9"));
+    CHECK(contains(test::message_of([] { llama::parse_config(std::string(100000, '['), "c.json"); }),
+                   "c.json: nests deeper than 16 levels"));
     CHECK(contains(test::message_of([] { llama::parse_config("{", "c.json"); }),
                    "c.json: is not a JSON object"));
     CHECK(contains(test::message_of([] { llama::parse_config("[]", "c.json"); }), "is not a JSON object"));

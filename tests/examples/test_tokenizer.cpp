@@ -157,6 +157,17 @@ TEST_CASE("tokenizer files that are not understood get a sentence") {
     CHECK(contains(error_of(bad), "is not a tokenizer.json"));
     bad = json::array();
     CHECK(contains(error_of(bad), "is not a tokenizer.json"));
+    // Numbers that would become other ids: 0.5 and 2^32 + 3 are no integers of 32 bits.
+    for (const json& id : {json(0.5), json(4294967299), json(-1), json("7")}) {
+        bad = good;
+        bad["model"]["vocab"]["extra"] = id;
+        CHECK(contains(error_of(bad), "a token has id " + id.dump() + ", it must be an integer from 0"));
+    }
+    json deep = 1;
+    for (int i = 0; i < 40; ++i) deep = json::array({deep});
+    bad = good;
+    bad["extra"] = deep;
+    CHECK(contains(error_of(bad), "nests deeper than 32 levels"));
 
     const test::Folder empty;
     CHECK(llama::read_tokenizer(empty.path(), 256).size() == 256);
