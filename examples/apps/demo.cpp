@@ -8,6 +8,7 @@
 #include "support/evaluation.hpp"
 #include "support/oracle.hpp"
 #include "support/policies.hpp"
+#include "support/program.hpp"
 #include "support/progress.hpp"
 #include "support/trained.hpp"
 
@@ -286,7 +287,4 @@ int run(int argc, char** argv) {
 
 }  // namespace
 
-int main(int argc, char** argv) try { return run(argc, argv); } catch (const std::exception& error) {
-    fmt::print(stderr, "demo: {}\n", error.what());
-    return 1;
-}
+int main(int argc, char** argv) { return examples::run_program("demo", run, argc, argv); }

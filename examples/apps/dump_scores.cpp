@@ -4,6 +4,7 @@
 //
 // benchmarks/data has files of it.
 #include "support/arguments.hpp"
+#include "support/program.hpp"
 #include "support/score_dump.hpp"
 #include "support/whole_file.hpp"
 
@@ -15,7 +16,6 @@
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
-#include <exception>
 #include <filesystem>
 #include <fstream>
 #include <iterator>
@@ -92,7 +92,6 @@ Options parse(int argc, char** argv) {
     if (o.texts.empty()) {
         o.texts.emplace_back(KVPOLICY_BYTE_MODEL "/eval.bin");
     }
-    examples::check_can_write("--out", o.out);
     return o;
 }
 
@@ -135,6 +134,7 @@ void print_heads(const examples::ScoreDump& dump) {
 
 int run(int argc, char** argv) {
     const Options o = parse(argc, argv);
+    const examples::OutputLock lock("--out", o.out);
     const kvpolicy::host ctx(o.threads);
     const examples::TrainedScorers trained = examples::load_scorers(o.scorers);
     const llama::Model model = llama::load_model(o.model);
@@ -157,7 +157,4 @@ int run(int argc, char** argv) {
 
 }  // namespace
 
-int main(int argc, char** argv) try { return run(argc, argv); } catch (const std::exception& error) {
-    fmt::print(stderr, "dump_scores: {}\n", error.what());
-    return 1;
-}
+int main(int argc, char** argv) { return examples::run_program("dump_scores", run, argc, argv); }

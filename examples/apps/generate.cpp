@@ -5,6 +5,7 @@
 // PROMPT is a question for a chat model and the beginning of a text for others; without one it is read from
 // the standard input. Tokens go to the standard output as they come, a summary to the standard error.
 #include "support/generation_policies.hpp"
+#include "support/program.hpp"
 
 #include <fmt/format.h>
 #if KVPOLICY_EXAMPLES_CUDA
@@ -341,7 +342,4 @@ int run(int argc, char** argv) {
 
 }  // namespace
 
-int main(int argc, char** argv) try { return run(argc, argv); } catch (const std::exception& error) {
-    fmt::print(stderr, "generate: {}\n", error.what());
-    return 1;
-}
+int main(int argc, char** argv) { return examples::run_program("generate", run, argc, argv); }

@@ -7,6 +7,7 @@
 #include "policies.hpp"
 #include "report.hpp"
 #include "support/arguments.hpp"
+#include "support/program.hpp"
 #include "support/progress.hpp"
 #include "support/whole_file.hpp"
 
@@ -184,9 +185,10 @@ std::string report(const Options& o, const Run& of, std::span<const Result> done
 int run(int argc, char** argv) {
     const Options o = parse(argc, argv);
     const auto start = std::chrono::steady_clock::now();
+    std::vector<examples::OutputLock> locks;
     for (const char* kind : {".csv", ".json", ".txt"}) {
         if (!o.out.empty()) {
-            examples::check_can_write("--out", o.out + kind);
+            locks.emplace_back("--out", o.out + kind);
         }
     }
     const kvpolicy::host ctx(o.threads);
@@ -318,9 +320,4 @@ int run(int argc, char** argv) {
 }  // namespace
 }  // namespace evaluate
 
-int main(int argc, char** argv) try {
-    return evaluate::run(argc, argv);
-} catch (const std::exception& error) {
-    fmt::print(stderr, "evaluate: {}\n", error.what());
-    return 1;
-}
+int main(int argc, char** argv) { return examples::run_program("evaluate", evaluate::run, argc, argv); }

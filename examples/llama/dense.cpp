@@ -58,6 +58,7 @@ int run(int argc, char** argv) {
 }  // namespace
 
 int main(int argc, char** argv) try { return run(argc, argv); } catch (const std::exception& error) {
+    std::fflush(stdout);
     fmt::print(stderr, "llama_dense: {}\n", error.what());
     return 1;
 }

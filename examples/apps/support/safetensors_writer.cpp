@@ -2,8 +2,6 @@
 
 #include <kvpolicy/core/types.hpp>
 
-#include "whole_file.hpp"
-
 #include <llama/error.hpp>
 #include <nlohmann/json.hpp>
 
@@ -23,7 +21,7 @@ float rounded_to_bf16(float x) { return static_cast<float>(kvpolicy::bf16(x)); }
 
 SafetensorsWriter::SafetensorsWriter(std::filesystem::path path, std::vector<TensorPlan> plan,
                                      const std::map<std::string, std::string>& metadata)
-    : path_(std::move(path)), partial_(part_of(path_)), plan_(std::move(plan)) {
+    : path_(std::move(path)), plan_(std::move(plan)), file_(path_) {
     nlohmann::json header = nlohmann::json::object();
     if (!metadata.empty()) {
         header["__metadata__"] = metadata;
@@ -40,13 +38,9 @@ SafetensorsWriter::SafetensorsWriter(std::filesystem::path path, std::vector<Ten
     }
     std::string text = header.dump();
     text.append((8 - text.size() % 8) % 8, ' ');  // so that the data is aligned
-    file_.open(partial_, std::ios::binary | std::ios::trunc);
-    if (!file_) {
-        llama::fail("{}: cannot be written", partial_.string());
-    }
     const std::uint64_t bytes = text.size();
-    file_.write(reinterpret_cast<const char*>(&bytes), 8);
-    file_.write(text.data(), static_cast<std::streamsize>(text.size()));
+    file_.write(&bytes, 8);
+    file_.write(text.data(), text.size());
 }
 
 void SafetensorsWriter::write(std::span<const float> values) {
@@ -55,15 +49,13 @@ void SafetensorsWriter::write(std::span<const float> values) {
                     plan_.size());
     }
     if (plan_[next_].dtype == llama::DType::f32) {
-        file_.write(reinterpret_cast<const char*>(values.data()),
-                    static_cast<std::streamsize>(values.size_bytes()));
+        file_.write(values.data(), values.size_bytes());
     } else {
         halves_.resize(values.size());
         for (std::size_t i = 0; i < values.size(); ++i) {
             halves_[i] = kvpolicy::bf16(values[i]).bits;
         }
-        file_.write(reinterpret_cast<const char*>(halves_.data()),
-                    static_cast<std::streamsize>(halves_.size() * 2));
+        file_.write(halves_.data(), halves_.size() * 2);
     }
     ++next_;
 }
@@ -72,11 +64,7 @@ void SafetensorsWriter::finish() {
     if (next_ != plan_.size()) {
         llama::fail("{}: only {} of {} tensors were written", path_.string(), next_, plan_.size());
     }
-    file_.close();
-    if (!file_) {
-        llama::fail("{}: cannot be written; is the disk full?", partial_.string());
-    }
-    name_whole(path_);
+    file_.commit();
 }
 
 }  // namespace examples

@@ -2,11 +2,12 @@
 // may be larger than memory.
 #pragma once
 
+#include "whole_file.hpp"
+
 #include <llama/safetensors.hpp>
 
 #include <cstdint>
 #include <filesystem>
-#include <fstream>
 #include <map>
 #include <span>
 #include <string>
@@ -22,8 +23,7 @@ struct TensorPlan {
     std::size_t numel() const;
 };
 
-/// Tensors are written in the order of the plan. The file has its name only once finish() has seen all of
-/// them; until then, and after an error, it is NAME.part.
+/// Tensors are written in the order of the plan. finish() gives the file its name: a WholeFile.
 class SafetensorsWriter {
   public:
     SafetensorsWriter(std::filesystem::path path, std::vector<TensorPlan> plan,
@@ -34,10 +34,10 @@ class SafetensorsWriter {
     void finish();
 
   private:
-    std::filesystem::path path_, partial_;
+    std::filesystem::path path_;
     std::vector<TensorPlan> plan_;
     std::size_t next_ = 0;
-    std::ofstream file_;
+    WholeFile file_;
     std::vector<std::uint16_t> halves_;
 };
 

@@ -272,6 +272,10 @@ ScorerSpec spec_of(const std::map<std::string, std::string, std::less<>>& metada
     }
     if (spec.kind != "utility" && spec.kind != "none") {
         parse("gate_softcap", spec.gate_softcap);
+        if (!(spec.gate_softcap >= 0.0f) || std::isinf(spec.gate_softcap)) {
+            llama::fail("{}: \"gate_softcap\" is {}; it must be a finite number, 0 or more", file,
+                        spec.gate_softcap);
+        }
         spec.norm = text("norm") == "1";
         spec.layer_norm = text("norm") == layer_norm_name;
         if (!spec.norm && !spec.layer_norm && text("norm") != "0") {
@@ -282,6 +286,12 @@ ScorerSpec spec_of(const std::map<std::string, std::string, std::less<>>& metada
     }
     parse("gamma_min", spec.gamma_min);
     parse("gamma_max", spec.gamma_max);
+    if (!(spec.gamma_min > 0.0 && spec.gamma_min <= spec.gamma_max && spec.gamma_max <= 1.0)) {
+        llama::fail(
+            "{}: \"gamma_min\" and \"gamma_max\" are {} and {}; they must be above 0, in order, and at "
+            "most 1",
+            file, spec.gamma_min, spec.gamma_max);
+    }
     if (spec.kind == "mlstm" && spec.delay != 0 && spec.delay != spec.window) {
         llama::fail("{}: \"delay\" is {}; it must be the window, {}, or 0", file, spec.delay, spec.window);
     }
@@ -312,6 +322,13 @@ ScorerSpec spec_of(const std::map<std::string, std::string, std::less<>>& metada
         }
         parse("rope_base", spec.rope_base);
         parse_from("rope_dims", spec.rope_dims, 0);
+        if (!(spec.rope_base > 0.0f) || std::isinf(spec.rope_base)) {
+            llama::fail("{}: \"rope_base\" is {}; it must be a finite number above 0", file, spec.rope_base);
+        }
+        if (spec.rope_dims % 2 != 0 || spec.rope_dims > spec.head_dim_qk) {
+            llama::fail("{}: \"rope_dims\" is {}; it must be even and at most {}", file, spec.rope_dims,
+                        spec.head_dim_qk);
+        }
     }
     constexpr std::string_view prefix = "training.";
     for (const auto& [key, value] : metadata) {
@@ -379,8 +396,28 @@ std::vector<float> read(const llama::Safetensors& file, const std::string& name,
     return values;
 }
 
+/// Before the memory of a stack is allocated: refuses sizes of which the file cannot have the numbers.
+/// `of_file` is how many of a scorer's numbers one of the file stands for.
+template <class S>
+void check_size(const ScorerSpec& spec, const llama::Safetensors& file, std::size_t of_file) {
+    std::size_t numbers = 0, largest = 0;
+    for (const llama::Tensor& tensor : file.tensors()) {
+        numbers += tensor.numel;
+    }
+    const S scorer = sized(spec, S{});
+    typename S::template parameters<float> none;
+    for_each_parameter(scorer, none, [&](const char* name, float*&, std::size_t count, bool) {
+        largest = left_out(spec, name) ? largest : std::max(largest, count);
+    });
+    if (largest > of_file * numbers || static_cast<std::size_t>(spec.layers) > file.tensors().size()) {
+        llama::fail("{}: has {} tensors of {} numbers in all, too few for {}", file.path(),
+                    file.tensors().size(), numbers, spec.architecture());
+    }
+}
+
 template <class S>
 AnyStack read_stack(const ScorerSpec& spec, const llama::Safetensors& file) {
+    check_size<S>(spec, file, 1);
     ScorerStack<S> stack(spec);
     for (auto& array : stack.arrays) {
         const std::vector<float> values = read(file, array.name, array.shape);
@@ -391,6 +428,7 @@ AnyStack read_stack(const ScorerSpec& spec, const llama::Safetensors& file) {
 
 /// z = a . x + b as SiLU(z) - SiLU(-z).
 AnyStack read_linear(const ScorerSpec& spec, const llama::Safetensors& file) {
+    check_size<Mlp>(spec, file, 4);
     ScorerStack<Mlp> stack(spec);
     const std::int64_t heads = spec.heads, inputs = std::int64_t{spec.head_dim_qk} + spec.head_dim_vo;
     for (std::int32_t layer = 0; layer < spec.layers; ++layer) {
