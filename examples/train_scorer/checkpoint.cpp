@@ -1,102 +1,34 @@
-// Checkpoints: weights, decay, the optimizer's moments and the step, in fp32, so that a run
-// goes on bit for bit.
+#include "checkpoint.hpp"
+
 #include "support/safetensors_writer.hpp"
-#include "trainer.hpp"
 
 #include <llama/error.hpp>
 #include <llama/safetensors.hpp>
 
 #include <charconv>
+#include <cmath>
 
 namespace train {
 namespace {
 
 constexpr const char* suffixes[] = {"", ".first", ".second"};
+constexpr std::size_t second_moments = 2;
 
-std::vector<float>* moments(AdamW::Array& array, std::size_t which) {
-    return which == 1 ? &array.first : &array.second;
-}
-
-}  // namespace
-
-/// What must be the same for a run to go on. In text, as it stands in files.
-template <class S>
-std::map<std::string, std::string> Trainer<S>::run_settings() const {
-    const Options& o = options_;
-    std::map<std::string, std::string> run;
-    const auto put = [&](const char* name, const auto& value) { run[name] = fmt::format("{}", value); };
-    put("seed", o.seed);
-    put("steps", o.steps);
-    put("batch", o.batch);
-    put("sequences", source_.count());
-    put("length", length_);
-    put("budgets", fmt::format("{}", fmt::join(o.budgets, ",")));
-    put("beta", examples::beta_name(o.target.beta));
-    put("aggregate", aggregate_name(o.target.aggregate));
-    if (o.target.look_ahead != kvpolicy::unlimited) {  // files of before do not say it
-        put("look_ahead", look_ahead_name(o.target.look_ahead));
-    }
-    put("decay", o.decay ? "learned" : "none");
-    put("temperature", o.temperature);
-    put("omega_min", o.omega_min);
-    put("margin_temperature", o.margin_temperature);
-    put("balance", o.balance);
-    put("positions", o.positions);
-    put("late", o.late);
-    if (o.decay && o.decay_rate != 1.0) {  // files of before, whose factor was 1, do not say it
-        put("decay_rate", o.decay_rate);
-    }
-    put("rate", o.rate);
-    put("last_rate", o.last_rate);
-    put("warm_up", o.warm_up);
-    put("weight_decay", o.weight_decay);
-    put("clip", o.clip);
-    return run;
-}
-
-template <class S>
-void Trainer<S>::save_checkpoint(const std::string& file) {
-    pull();
-    std::vector<examples::TensorPlan> plan;
-    for (const AdamW::Array& array : optimizer_.arrays) {
-        for (const char* suffix : suffixes) {
-            plan.push_back(
-                {array.name + suffix, llama::DType::f32, {static_cast<std::int64_t>(array.gradient.size())}});
-        }
-    }
-    examples::ScorerSpec spec = options_.spec;
-    spec.training = run_settings();
-    auto metadata = examples::to_metadata(spec);
-    metadata["checkpoint"] = std::to_string(step_);
-    metadata["steps_taken"] = std::to_string(optimizer_.steps_taken);
-    examples::SafetensorsWriter writer(file, std::move(plan), metadata);
-    for (const AdamW::Array& array : optimizer_.arrays) {
-        writer.write({array.parameters, array.gradient.size()});
-        writer.write(array.first);
-        writer.write(array.second);
-    }
-    writer.finish();
-}
-
-template <class S>
-void Trainer<S>::resume(const std::string& file) {
-    const llama::Safetensors saved(file);
-    const examples::ScorerSpec spec = examples::spec_of(saved.metadata(), file);
-    if (!spec.same_architecture(options_.spec)) {
+/// Refuses the spec of another architecture or run.
+void check_run(const std::string& file, const examples::ScorerSpec& spec, const examples::ScorerSpec& mine) {
+    if (!spec.same_architecture(mine)) {
         llama::fail("{}: is a checkpoint of another architecture ({}); this run has {}", file,
-                    spec.architecture(), options_.spec.architecture());
+                    spec.architecture(), mine.architecture());
     }
-    const examples::ScorerSpec& mine = options_.spec;
     if (spec.sinks != mine.sinks || spec.window != mine.window || spec.gamma_min != mine.gamma_min ||
         spec.gamma_max != mine.gamma_max) {
         llama::fail(
             "{}: is a checkpoint of a run with {} sinks, a window of {}, gamma {} to {}; this run has {}, "
-            "{}, {} "
-            "to {}",
+            "{}, {} to {}",
             file, spec.sinks, spec.window, spec.gamma_min, spec.gamma_max, mine.sinks, mine.window,
             mine.gamma_min, mine.gamma_max);
     }
-    auto settings = run_settings();
+    RunSettings settings = mine.training;
     if (spec.training.contains("decay_rate")) {
         settings.try_emplace("decay_rate", "1");
     }
@@ -104,42 +36,81 @@ void Trainer<S>::resume(const std::string& file) {
         const auto found = spec.training.find(key);
         if (found == spec.training.end() || found->second != value) {
             llama::fail("{}: is a checkpoint of a run with {} {}; this run has {}", file, key,
-                        found == spec.training.end() ? "no" : found->second, value);
+                        found == spec.training.end() ? "no" : llama::clipped(found->second), value);
         }
     }
-    const auto number = [&](const char* key) {
-        const auto found = saved.metadata().find(key);
-        std::int64_t value = -1;
-        if (found != saved.metadata().end()) {
-            std::from_chars(found->second.data(), found->second.data() + found->second.size(), value);
-        }
-        if (value < 0 || value > options_.steps) {
-            llama::fail(
-                "{}: is no checkpoint: \"{}\" is missing or not 0 to {}; train_scorer --checkpoint writes "
-                "them",
-                file, key, options_.steps);
-        }
-        return value;
-    };
-    const std::int64_t at = number("checkpoint"), taken = number("steps_taken");
-    for (AdamW::Array& array : optimizer_.arrays) {
-        for (std::size_t which = 0; which < std::size(suffixes); ++which) {
-            const std::string name = array.name + suffixes[which];
-            const llama::Tensor* tensor = saved.find(name);
-            if (tensor == nullptr || tensor->numel != array.gradient.size()) {
-                llama::fail("{}: tensor {} is missing or has another size than {}", file, name,
-                            array.gradient.size());
-            }
-            llama::to_float(*tensor, which == 0 ? std::span(array.parameters, array.gradient.size())
-                                                : std::span(*moments(array, which)));
-        }
-    }
-    optimizer_.steps_taken = taken;
-    step_ = at;
-    push();
 }
 
-template class Trainer<examples::Mlp>;
-template class Trainer<examples::Mlstm>;
+std::int64_t number(const llama::Safetensors& saved, const char* key, std::int64_t most) {
+    const auto found = saved.metadata().find(key);
+    std::int64_t value = -1;
+    if (found != saved.metadata().end()) {
+        const std::string& text = found->second;
+        const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+        value = error == std::errc{} && end == text.data() + text.size() ? value : -1;
+    }
+    if (value < 0 || value > most) {
+        llama::fail(
+            "{}: is no checkpoint: \"{}\" is missing or not 0 to {}; train_scorer --checkpoint writes them",
+            saved.path(), key, most);
+    }
+    return value;
+}
+
+std::vector<float> read(const llama::Safetensors& saved, const std::string& name, std::size_t size,
+                        bool may_be_negative) {
+    const llama::Tensor* tensor = saved.find(name);
+    if (tensor == nullptr || tensor->numel != size) {
+        llama::fail("{}: tensor {} is missing or has another size than {}", saved.path(), name, size);
+    }
+    std::vector<float> values(size);
+    llama::to_float(*tensor, values);
+    for (std::size_t i = 0; i < size; ++i) {
+        if (!std::isfinite(values[i]) || (values[i] < 0.0f && !may_be_negative)) {
+            llama::fail("{}: tensor {} holds {} at {}; numbers must be finite{}", saved.path(), name,
+                        values[i], i, may_be_negative ? "" : ", and 0 or more");
+        }
+    }
+    return values;
+}
+
+}  // namespace
+
+void write_checkpoint(const std::filesystem::path& file, const examples::ScorerSpec& spec, std::int64_t step,
+                      const AdamW& optimizer) {
+    std::vector<examples::TensorPlan> plan;
+    for (const AdamW::Array& array : optimizer.arrays) {
+        for (const char* suffix : suffixes) {
+            plan.push_back(
+                {array.name + suffix, llama::DType::f32, {static_cast<std::int64_t>(array.gradient.size())}});
+        }
+    }
+    auto metadata = examples::to_metadata(spec);
+    metadata["checkpoint"] = std::to_string(step);
+    metadata["steps_taken"] = std::to_string(optimizer.steps_taken);
+    examples::SafetensorsWriter writer(file, std::move(plan), metadata);
+    for (const AdamW::Array& array : optimizer.arrays) {
+        writer.write({array.parameters, array.gradient.size()});
+        writer.write(array.first);
+        writer.write(array.second);
+    }
+    writer.finish();
+}
+
+Checkpoint read_checkpoint(const std::filesystem::path& file, const examples::ScorerSpec& spec,
+                           std::int64_t steps, std::span<const AdamW::Array> arrays) {
+    const llama::Safetensors saved(file);
+    check_run(saved.path(), examples::spec_of(saved.metadata(), saved.path()), spec);
+    Checkpoint checkpoint;
+    checkpoint.step = number(saved, "checkpoint", steps);
+    checkpoint.steps_taken = number(saved, "steps_taken", checkpoint.step);
+    for (const AdamW::Array& array : arrays) {
+        auto& values = checkpoint.values.emplace_back();
+        for (std::size_t i = 0; i < values.size(); ++i) {
+            values[i] = read(saved, array.name + suffixes[i], array.gradient.size(), i != second_moments);
+        }
+    }
+    return checkpoint;
+}
 
 }  // namespace train

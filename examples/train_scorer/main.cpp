@@ -1,8 +1,12 @@
 // Trains KVpop's scorers for a frozen model. docs/training.md leads through it; --help lists what can be set.
+#include "interrupt.hpp"
 #include "options.hpp"
 #include "qkv.hpp"
+#include "report.hpp"
 #include "sequences.hpp"
 #include "support/evaluation.hpp"
+#include "support/fingerprint.hpp"
+#include "support/program.hpp"
 #include "support/progress.hpp"
 #include "trainer.hpp"
 #if KVPOLICY_TRAIN_ON_CUDA
@@ -13,12 +17,12 @@
 #include <llama/error.hpp>
 #include <llama/model.hpp>
 #include <llama/tokenizer.hpp>
-#include <nlohmann/json.hpp>
 
 #include <chrono>
+#include <exception>
 #include <filesystem>
-#include <fstream>
 #include <functional>
+#include <map>
 #include <memory>
 #include <optional>
 #include <utility>
@@ -110,72 +114,6 @@ void open_sources(const Options& o, const std::string& folder, const kvpolicy::h
     }
 }
 
-class Report {
-  public:
-    Report(const Options& o) : options_(o) {
-        if (!o.metrics.empty()) {
-            file_.open(o.metrics, o.resume.empty() ? std::ios::trunc : std::ios::app);
-            if (!file_) {
-                llama::fail("{}: cannot be written", o.metrics);
-            }
-        }
-    }
-
-    void look(std::int64_t step, const LossSums& since, double rate, double norm,
-              const std::vector<HeldOutNumbers>& held_out) {
-        const double n = static_cast<double>(std::max<std::int64_t>(since.steps, 1));
-        nlohmann::json line{{"step", step}};
-        std::string text = fmt::format("step {:>5}:", step);
-        if (since.steps > 0) {
-            line["loss"] = since.loss / n;
-            line["keep_share"] = since.keep_share();
-            line["agreement"] = since.agreement();
-            line["rate"] = rate;
-            line["gradient_norm"] = norm;
-            text += fmt::format(" loss {:.4f}, {:.1f}% keeps, {:.1f}% agree;", since.loss / n,
-                                100 * since.keep_share(), 100 * since.agreement());
-        }
-        for (const HeldOutNumbers& h : held_out) {
-            nlohmann::json by_layer = nlohmann::json::array();
-            const std::size_t heads = h.recall.size() / static_cast<std::size_t>(options_.spec.layers);
-            for (std::size_t l = 0; l < h.recall.size(); l += heads) {
-                nlohmann::json by_head = nlohmann::json::array();
-                for (std::size_t i = l; i < l + heads; ++i) {
-                    by_head.push_back(h.recall[i].mean);
-                }
-                by_layer.push_back(by_head);
-            }
-            line["held_out"].push_back({{"budget", h.budget},
-                                        {"loss", h.loss.loss},
-                                        {"keep_share", h.loss.keep_share()},
-                                        {"agreement", h.loss.agreement()},
-                                        {"examples", h.loss.count},
-                                        {"recall", h.mean_recall()},
-                                        {"chance", h.mean_chance()},
-                                        {"recall_by_head", by_layer}});
-        }
-        if (!held_out.empty()) {
-            text += " held-out loss";
-            for (const HeldOutNumbers& h : held_out) {
-                text += fmt::format(" {:.4f}", h.loss.loss);
-            }
-            text += ", oracle recall";
-            for (const HeldOutNumbers& h : held_out) {
-                text += fmt::format(" {:.3f} ({:.3f})", h.mean_recall(), h.mean_chance());
-            }
-        }
-        fmt::print("{}\n", text);
-        std::fflush(stdout);
-        if (file_.is_open()) {
-            file_ << line.dump() << std::endl;
-        }
-    }
-
-  private:
-    const Options& options_;
-    std::ofstream file_;
-};
-
 template <class S>
 std::unique_ptr<Trainer<S>> make_trainer(const kvpolicy::host& ctx, const Options& o, Data& data) {
     if (!o.on_device) {
@@ -192,9 +130,9 @@ std::unique_ptr<Trainer<S>> make_trainer(const kvpolicy::host& ctx, const Option
 void refuse_empty(const Options& o, Data& data, const LossSums& sums) {
     if (sums.first_empty > 0) {
         llama::fail(
-            "step {}: no query has a decision to learn from: a sequence of {} tokens must be longer than a "
-            "budget's {} rows; nothing was trained",
-            sums.first_empty, data.training->get(0).length, fmt::join(o.budgets, ", "));
+            "step {}: no query has a decision to learn from, of a sequence of {} tokens and a budget "
+            "of {}; longer sequences or smaller --budgets are needed",
+            sums.first_empty, data.training->length(0), fmt::join(o.budgets, ", "));
     }
 }
 
@@ -210,6 +148,8 @@ class TimedSource final : public QkvSource {
     explicit TimedSource(QkvSource& source) : source_(source) {}
     const QkvShape& shape() const override { return source_.shape(); }
     std::size_t count() const override { return source_.count(); }
+    std::int32_t length(std::size_t index) override { return source_.length(index); }
+    std::string verify() override { return source_.verify(); }
     const Example& get(std::size_t index) override {
         const auto start = Clock::now();
         const Example& example = source_.get(index);
@@ -267,56 +207,30 @@ void compare(const kvpolicy::host& ctx, const Options& o, Data& data) {
 #endif
 }
 
+/// Trains up to step `end`, or to an interrupt: the sums since the last report.
 template <class S>
-void run_training(const kvpolicy::host& ctx, const Options& o, Data& data) {
-    if (o.compare > 0) {
-        compare<S>(ctx, o, data);
-        return;
-    }
+LossSums train_steps(const Options& o, Data& data, Trainer<S>& trainer, Report& report, std::int64_t end) {
     examples::Progress progress;
-    progress.show("the first sequence");
-    const std::unique_ptr<Trainer<S>> made = make_trainer<S>(ctx, o, data);
-    Trainer<S>& trainer = *made;
-    if (!o.resume.empty()) {
-        trainer.resume(o.resume);
-        if (o.stop_after > 0 && o.stop_after <= trainer.steps_done()) {
-            llama::fail("--stop-after: {} is not allowed; {} is of step {}, and it must be more",
-                        o.stop_after, o.resume, trainer.steps_done());
-        }
-    }
-    std::size_t parameters = 0;
-    for (const auto& array : trainer.stack().arrays) {
-        parameters += array.data.size();
-    }
-    progress.done();
-    fmt::print("{}; {} parameters; beta {}, budgets {}, {} steps of {} of {} sequences; from step {}\n",
-               o.spec.architecture(), parameters, examples::beta_name(o.target.beta),
-               fmt::join(o.budgets, ", "), o.steps, o.batch, data.training->count(), trainer.steps_done());
-    if (data.held_out) {
-        fmt::print("(held-out: loss, then oracle recall with chance in brackets, at each budget)\n");
-    }
-    Report report(o);
-    const auto start = std::chrono::steady_clock::now();
     if (trainer.steps_done() == 0) {
-        report.look(0, {}, 0.0, 0.0, trainer.evaluate());
+        report.add(0, {}, 0.0, 0.0, trainer.evaluate());
     }
-    const std::int64_t end = o.stop_after > 0 ? std::min(o.stop_after, o.steps) : o.steps;
     LossSums since;
-    while (trainer.steps_done() < end) {
+    while (trainer.steps_done() < end && Interrupts::signal() == 0) {
         const double rate = trainer.next_rate();
         trainer.step();
         const std::int64_t at = trainer.steps_done();
         const bool look = at % o.evaluate_every == 0 && at < o.steps;
-        const bool save =
-            !o.checkpoint.empty() && (at == end || (o.checkpoint_every > 0 && at % o.checkpoint_every == 0));
+        const bool save = !o.checkpoint.empty() && o.checkpoint_every > 0 && at % o.checkpoint_every == 0;
         progress.show(fmt::format("step {} of {}", at, o.steps));
         if (trainer.done() || look || save || at == end) {  // a GPU goes on meanwhile
-            since.add(trainer.take());
+            const LossSums sums = trainer.take();
+            trainer.check_converges(sums);
+            since.add(sums);
             refuse_empty(o, data, since);
         }
         if (look) {
             progress.done();
-            report.look(at, since, rate, trainer.last_gradient_norm(), trainer.evaluate());
+            report.add(at, since, rate, trainer.last_gradient_norm(), trainer.evaluate());
             since = {};
         }
         if (save) {
@@ -324,22 +238,115 @@ void run_training(const kvpolicy::host& ctx, const Options& o, Data& data) {
         }
     }
     progress.done();
-    if (trainer.steps_done() < o.steps) {
-        fmt::print("left off after step {}; --resume {} goes on\n", trainer.steps_done(), o.checkpoint);
-        return;
+    trainer.check_converges(trainer.take());  // of a GPU, after an interrupt
+    return since;
+}
+
+/// An error of the disk or the log, say, must not cost what was learned: saves it, and throws the error again
+/// with the place.
+template <class S>
+[[noreturn]] void rescue(const Options& o, Trainer<S>& trainer, const std::exception& error) {
+    if (trainer.steps_done() == 0) {
+        throw llama::Error(error.what());
+    }
+    try {
+        trainer.save_checkpoint(o.rescue());
+    } catch (const std::exception&) {
+        llama::fail("{}; step {} could not be saved in {}", error.what(), trainer.steps_done(), o.rescue());
+    }
+    llama::fail("{}; step {} is saved in {}, where --resume goes on", error.what(), trainer.steps_done(),
+                o.rescue());
+}
+
+/// After an interrupt: the status of the program.
+template <class S>
+int leave_off(const Options& o, Trainer<S>& trainer) {
+    const int signal = Interrupts::signal();
+    trainer.save_checkpoint(o.rescue());
+    fmt::print(stderr, "train_scorer: {} after step {} of {}; --resume {} goes on\n",
+               signal == SIGINT ? "interrupted" : "ended by a signal", trainer.steps_done(), o.steps,
+               o.rescue());
+    return 128 + signal;
+}
+
+/// Steps, the last look and the file; the status of the program.
+template <class S>
+int train_to_end(const Options& o, Data& data, Trainer<S>& trainer) {
+    const auto start = std::chrono::steady_clock::now();
+    Report report(o);
+    LossSums since;
+    std::vector<HeldOutNumbers> last;
+    try {
+        since = train_steps(o, data, trainer, report,
+                            o.stop_after > 0 ? std::min(o.stop_after, o.steps) : o.steps);
+        if (Interrupts::signal() != 0) {
+            return leave_off(o, trainer);
+        }
+        if (!o.checkpoint.empty()) {
+            trainer.save_checkpoint(o.checkpoint);
+        }
+        if (trainer.steps_done() < o.steps) {
+            fmt::print("left off after step {}; --resume {} goes on\n", trainer.steps_done(), o.checkpoint);
+            return 0;
+        }
+    } catch (const Diverged&) {
+        throw;
+    } catch (const std::exception& error) {
+        rescue(o, trainer, error);
     }
     trainer.round_weights();
-    const std::vector<HeldOutNumbers> last = trainer.evaluate();
-    report.look(o.steps, since, o.last_rate, trainer.last_gradient_norm(), last);
-    std::map<std::string, std::string> notes;
-    for (const HeldOutNumbers& h : last) {
-        notes[fmt::format("held_out.{}", h.budget)] =
-            fmt::format("loss {:.4f}, oracle recall {:.4f}, chance {:.4f}, agreement {:.4f}", h.loss.loss,
-                        h.mean_recall(), h.mean_chance(), h.loss.agreement());
+    try {
+        last = trainer.evaluate();
+        if (Interrupts::signal() != 0) {
+            trainer.restore_weights();
+            return leave_off(o, trainer);
+        }
+        report.add(o.steps, since, o.last_rate, trainer.last_gradient_norm(), last);
+        std::map<std::string, std::string> notes;
+        for (const HeldOutNumbers& h : last) {
+            notes[fmt::format("held_out.{}", h.budget)] =
+                fmt::format("loss {:.4f}, oracle recall {:.4f}, chance {:.4f}, agreement {:.4f}", h.loss.loss,
+                            h.mean_recall(), h.mean_chance(), h.loss.agreement());
+        }
+        trainer.finish(notes);
+    } catch (const std::exception& error) {
+        trainer.restore_weights();
+        rescue(o, trainer, error);
     }
-    trainer.finish(notes);
     const std::chrono::duration<double> time = std::chrono::steady_clock::now() - start;
     fmt::print("{} written after {:.0f} s\n", o.out, time.count());
+    return 0;
+}
+
+template <class S>
+int run_training(const kvpolicy::host& ctx, const Options& o, Data& data) {
+    if (o.compare > 0) {
+        compare<S>(ctx, o, data);
+        return 0;
+    }
+    examples::Progress progress;
+    progress.show("the first sequence");
+    const std::unique_ptr<Trainer<S>> trainer = make_trainer<S>(ctx, o, data);
+    if (!o.resume.empty()) {
+        trainer->resume(o.resume);
+        if (o.stop_after > 0 && o.stop_after <= trainer->steps_done()) {
+            llama::fail("--stop-after: {} is not allowed; {} is of step {}, and it must be more",
+                        o.stop_after, o.resume, trainer->steps_done());
+        }
+    }
+    std::size_t parameters = 0;
+    for (const auto& array : trainer->stack().arrays) {
+        parameters += array.data.size();
+    }
+    progress.done();
+    const Interrupts interrupts;
+    fmt::print("{}; {} parameters; beta {}, budgets {}, {} steps of {} of {} sequences; from step {}\n",
+               o.spec.architecture(), parameters, examples::beta_name(o.target.beta),
+               fmt::join(o.budgets, ", "), o.steps, o.batch, data.training->count(), trainer->steps_done());
+    if (data.held_out) {
+        fmt::print("(held-out: loss, then oracle recall with chance in brackets, at each budget)\n");
+    }
+    return train_to_end(o, data, *trainer);
 }
 
 void dump(const kvpolicy::host& ctx, const Options& o, const std::string& folder, Data& data) {
@@ -378,9 +385,43 @@ void dump_tokens(const Options& o, const std::string& folder, Data& data) {
     fmt::print("{}: {} sequences of {} tokens\n", o.dump_tokens, count, all.front().size());
 }
 
+void add_to(examples::Fingerprint& sum, const llama::Model& model) {
+    const auto add = [&](const std::vector<float>& values) { sum.add(values.data(), values.size() * 4); };
+    const llama::Config& c = model.config;
+    sum.add(fmt::format("{} {} {} {} {}", c.heads, c.kv_heads, c.head_dim, c.rope_theta, c.rms_norm_eps));
+    add(model.embedding.values);
+    for (const llama::Layer& layer : model.layers) {
+        for (const llama::Matrix* matrix :
+             {&layer.q, &layer.k, &layer.v, &layer.o, &layer.gate, &layer.up, &layer.down}) {
+            add(matrix->values);
+        }
+        add(layer.attention_norm);
+        add(layer.mlp_norm);
+    }
+}
+
+/// All data, before the first step; o.data says later which it was.
+void verify(Options& o, Data& data) {
+    check_lengths(*data.training, o.budgets,
+                  !o.qkv.empty()      ? "--qkv"
+                  : !o.tokens.empty() ? "--tokens"
+                                      : "--text");
+    examples::Fingerprint sum;
+    if (data.model) {
+        add_to(sum, *data.model);
+    }
+    sum.add(data.training->verify());
+    o.data = sum.text();
+    if (data.held_out) {
+        check_lengths(*data.held_out, o.budgets,
+                      o.held_out.empty() ? "eval.bin, without --held-out-sequences 0" : "--held-out");
+        static_cast<void>(data.held_out->verify());
+    }
+}
+
 int run(int argc, char** argv) {
     Options o = parse(argc, argv);
-    check_files(o);
+    const std::vector<examples::OutputLock> locks = lock_files(o);
     const kvpolicy::host ctx(o.threads);
     Data data;
     const std::string folder = o.model.empty() ? KVPOLICY_BYTE_MODEL : o.model;
@@ -401,23 +442,19 @@ int run(int argc, char** argv) {
                 file_source(ctx, o.held_out, o.target, static_cast<std::size_t>(o.held_out_sequences));
         }
     }
+    verify(o, data);
     const QkvShape& shape = data.training->shape();
     o.spec.layers = shape.layers;
     o.spec.heads = shape.kv_heads;
     o.spec.head_dim_qk = shape.head_dim_qk;
     o.spec.head_dim_vo = shape.head_dim_vo;
     if (o.spec.kind == "mlp") {
-        run_training<examples::Mlp>(ctx, o, data);
-    } else {
-        run_training<examples::Mlstm>(ctx, o, data);
+        return run_training<examples::Mlp>(ctx, o, data);
     }
-    return 0;
+    return run_training<examples::Mlstm>(ctx, o, data);
 }
 
 }  // namespace
 }  // namespace train
 
-int main(int argc, char** argv) try { return train::run(argc, argv); } catch (const std::exception& error) {
-    fmt::print(stderr, "train_scorer: {}\n", error.what());
-    return 1;
-}
+int main(int argc, char** argv) { return examples::run_program("train_scorer", train::run, argc, argv); }

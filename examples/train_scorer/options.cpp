@@ -1,7 +1,6 @@
 #include "options.hpp"
 
 #include "support/arguments.hpp"
-#include "support/whole_file.hpp"
 
 #include <llama/error.hpp>
 
@@ -14,6 +13,7 @@
 #include <map>
 #include <set>
 #include <string_view>
+#include <system_error>
 
 namespace train {
 
@@ -71,7 +71,8 @@ what comes out:
   --out FILE              the scorers (scorers.safetensors); matrices in bf16 unless --fp32
   --metrics FILE          JSON lines: training and held-out numbers
   --evaluate-every N      steps between looks at held-out sequences (100)
-  --checkpoint FILE       written after the last step, and every so many with --checkpoint-every N
+  --checkpoint FILE       written after the last step, every so many with --checkpoint-every N, and where an
+                          error, SIGINT or SIGTERM ends the run (then without the option, too: OUT.checkpoint)
   --stop-after N          with --checkpoint: leave off after this step
   --resume FILE           go on from a checkpoint
 
@@ -353,17 +354,18 @@ Options parse(int argc, const char* const* argv) {
     return o;
 }
 
-void check_files(const Options& o) {
+std::vector<examples::OutputLock> lock_files(const Options& o) {
     struct File {
         const char* option;
         const std::string& name;
     };
     const bool ends = o.stop_after == 0 || o.stop_after >= o.steps;
-    const std::string none;
+    // Where a run is interrupted, its checkpoint is written without an option, too.
+    const std::string none, rescue = trains(o) ? o.rescue() : none;
     const File written[] = {{"--dump", o.dump},
                             {"--dump-tokens", o.dump_tokens},
                             {"--out", trains(o) && ends ? o.out : none},
-                            {"--checkpoint", o.checkpoint}};
+                            {o.checkpoint.empty() ? "--out" : "--checkpoint", rescue}};
     const File others[] = {{"--text", o.text},         {"--tokens", o.tokens},   {"--qkv", o.qkv},
                            {"--held-out", o.held_out}, {"--metrics", o.metrics}, {"--resume", o.resume}};
     const auto refuse_same = [](const File& one, const File& other) {
@@ -377,6 +379,7 @@ void check_files(const Options& o) {
                         other.option);
         }
     };
+    std::vector<examples::OutputLock> locks;
     for (const File& file : written) {
         for (const File& other : written) {
             if (&other != &file) {
@@ -385,12 +388,12 @@ void check_files(const Options& o) {
         }
         for (const File& other : others) {
             // A run may go on in its checkpoint.
-            if (&file.name != &o.checkpoint || &other.name != &o.resume) {
+            if (&file.name != &rescue || &other.name != &o.resume) {
                 refuse_same(file, other);
             }
         }
         if (!file.name.empty()) {
-            examples::check_can_write(file.option, file.name);
+            locks.emplace_back(file.option, file.name);
         }
     }
     for (const File& other : others) {
@@ -398,6 +401,14 @@ void check_files(const Options& o) {
             refuse_same({"--metrics", o.metrics}, other);
         }
     }
+    // Metrics may go to a device or a pipe.
+    std::error_code ignored;
+    const auto status = std::filesystem::status(o.metrics, ignored);
+    if (!o.metrics.empty() &&
+        (!std::filesystem::exists(status) || std::filesystem::is_regular_file(status))) {
+        locks.emplace_back("--metrics", o.metrics);
+    }
+    return locks;
 }
 
 }  // namespace train

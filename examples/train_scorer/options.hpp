@@ -3,6 +3,7 @@
 
 #include "qkv.hpp"
 #include "support/scorers.hpp"
+#include "support/whole_file.hpp"
 
 #include <cstdint>
 #include <string>
@@ -52,6 +53,7 @@ struct Options {
     // what comes out
     std::string out = "scorers.safetensors";
     std::string checkpoint;
+    std::string rescue() const { return checkpoint.empty() ? out + ".checkpoint" : checkpoint; }
     std::int64_t checkpoint_every = 0;
     std::string resume;
     std::string metrics;
@@ -62,6 +64,7 @@ struct Options {
     std::vector<float> dump_targets;
     std::string dump_tokens;
     std::int32_t threads = 0;
+    std::string data;  ///< a fingerprint of what the run is trained on, for its checkpoints
 
     // where
     bool on_device = false;    ///< --backend cuda
@@ -76,8 +79,9 @@ extern const char* const usage;
 /// would not look at. Prints the usage and ends the process for --help.
 Options parse(int argc, const char* const* argv);
 
-/// Throws llama::Error for a file that could not be written when the time comes, and for one that would be
-/// written over another of this run. Leaves nothing behind.
-void check_files(const Options& options);
+/// Locks of all files that this run will write, to be held until it ends. Throws llama::Error for a file that
+/// could not be written when the time comes, that another process is writing, or that would be written over
+/// another of this run. A lock that is given up leaves nothing behind.
+std::vector<examples::OutputLock> lock_files(const Options& options);
 
 }  // namespace train

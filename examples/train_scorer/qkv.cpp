@@ -1,88 +1,22 @@
 #include "qkv.hpp"
 
-#include <kvpolicy/policies/compose.hpp>
-#include <kvpolicy/policies/window.hpp>
+#include <kvpolicy/attention/head_dim.hpp>
 
-#include "support/oracle.hpp"
-#include "support/safetensors_writer.hpp"
+#include "support/fingerprint.hpp"
 #include "support/scorers.hpp"
 
-#include <llama/cache_attention.hpp>
 #include <llama/error.hpp>
-#include <llama/model.hpp>
 
+#include <algorithm>
+#include <charconv>
 #include <cmath>
+#include <exception>
 #include <map>
-#include <numeric>
 #include <optional>
 #include <utility>
 
 namespace train {
 namespace {
-
-QkvShape shape_of(const llama::Config& config) {
-    return {config.layers, config.heads, config.kv_heads, config.head_dim, config.head_dim};
-}
-
-class ModelSource final : public QkvSource {
-  public:
-    ModelSource(const kvpolicy::host& ctx, const llama::Config& config, Observer observe, std::size_t count,
-                std::function<std::vector<std::int32_t>(std::size_t)> tokens, const TargetOptions& target)
-        : ctx_(ctx),
-          config_(config),
-          observe_(std::move(observe)),
-          shape_(shape_of(config)),
-          tokens_(std::move(tokens)),
-          target_(target),
-          kept_(count) {}
-
-    const QkvShape& shape() const override { return shape_; }
-    std::size_t count() const override { return kept_.size(); }
-    const Example& get(std::size_t index) override {
-        std::optional<Example>& example = kept_.at(index);
-        if (!example) {
-            if (target_.leave_out) {
-                kept_[last_].reset();
-                last_ = index;
-            }
-            examples::Oracle oracle(config_);
-            const std::vector<std::int32_t> tokens = tokens_(index);
-            observe_(tokens, oracle);
-            example.emplace();
-            example->length = static_cast<std::int32_t>(tokens.size());
-            const std::vector<float> target =
-                target_.leave_out ? std::vector<float>() : oracle.scores(ctx_, mass_options(target_));
-            const std::size_t plane = target.size() / static_cast<std::size_t>(shape_.layers);
-            for (std::int32_t l = 0; l < shape_.layers; ++l) {
-                const auto round = [](std::span<const float> from) {
-                    std::vector<float> to(from.size());
-                    std::transform(from.begin(), from.end(), to.begin(), examples::rounded_to_bf16);
-                    return to;
-                };
-                example->k.push_back(round(oracle.keys(l)));
-                example->v.push_back(round(oracle.values(l)));
-                if (target_.leave_out) {
-                    const std::span<const float> q = oracle.queries(l);
-                    example->q.emplace_back(q.begin(), q.end());
-                    continue;
-                }
-                const auto at = target.begin() + l * static_cast<std::ptrdiff_t>(plane);
-                example->target.emplace_back(at, at + static_cast<std::ptrdiff_t>(plane));
-            }
-        }
-        return *example;
-    }
-
-  private:
-    const kvpolicy::host& ctx_;
-    const llama::Config& config_;
-    Observer observe_;
-    QkvShape shape_;
-    std::function<std::vector<std::int32_t>(std::size_t)> tokens_;
-    TargetOptions target_;
-    std::vector<std::optional<Example>> kept_;
-    std::size_t last_ = 0;
-};
 
 class FileSource final : public QkvSource {
   public:
@@ -99,12 +33,25 @@ class FileSource final : public QkvSource {
         while (file_.find(name(0, shape_.layers, "k")) != nullptr) {
             ++shape_.layers;
         }
+        check_numbers(count_ < most);
         const auto& k = need(name(0, 0, "k"), 3).shape;
         const auto& v = need(name(0, 0, "v"), 3).shape;
+        const auto fits = [](std::int64_t dim) {
+            return dim <= kvpolicy::checks::max_head_dim &&
+                   kvpolicy::checks::head_dim_supported(static_cast<std::int32_t>(dim));
+        };
+        if (k[1] > max_heads || !fits(k[2]) || !fits(v[2])) {
+            llama::fail(
+                "{}: {} and its v have shapes {} and {}; at most {} heads are allowed, and head "
+                "dimensions that are multiples of 8 up to {}",
+                file_.path(), name(0, 0, "k"), llama::shape_text(k), llama::shape_text(v), max_heads,
+                kvpolicy::checks::max_head_dim);
+        }
         shape_.kv_heads = static_cast<std::int32_t>(k[1]);
         shape_.head_dim_qk = static_cast<std::int32_t>(k[2]);
         shape_.head_dim_vo = static_cast<std::int32_t>(v[2]);
-        if (const llama::Tensor* q = file_.find(name(0, 0, "q")); q != nullptr && q->shape.size() == 3) {
+        if (const llama::Tensor* q = file_.find(name(0, 0, "q"));
+            q != nullptr && q->shape.size() == 3 && q->shape[1] <= max_heads) {
             shape_.query_heads = static_cast<std::int32_t>(q->shape[1]);
         }
         const auto said = [&](const char* key, const std::string& wanted) {
@@ -128,12 +75,8 @@ class FileSource final : public QkvSource {
         }
         loaded_.reset();
         example_ = {};
-        const std::int64_t length = need(name(index, 0, "k"), 3).shape[0];
-        if (length > 1 << 30) {
-            llama::fail("{}: sequence {} is {} tokens long; at most 2^30 are allowed", file_.path(), index,
-                        length);
-        }
-        example_.length = static_cast<std::int32_t>(length);
+        example_.length = this->length(index);
+        const std::int64_t length = example_.length;
         const auto before = targets_.find(index);
         std::vector<std::vector<float>> targets;
         for (std::int32_t l = 0; l < shape_.layers; ++l) {
@@ -163,9 +106,127 @@ class FileSource final : public QkvSource {
         return example_;
     }
 
+    std::int32_t length(std::size_t index) override {
+        const std::int64_t length = need(name(index, 0, "k"), 3).shape[0];
+        if (length > 1 << 30) {
+            llama::fail("{}: sequence {} is {} tokens long; at most 2^30 are allowed", file_.path(), index,
+                        length);
+        }
+        return static_cast<std::int32_t>(length);
+    }
+
+    std::string verify() override {
+        const std::int64_t layers = shape_.layers, tasks = static_cast<std::int64_t>(count_) * layers;
+        std::vector<std::uint64_t> sums(static_cast<std::size_t>(tasks));
+        std::vector<std::exception_ptr> errors(sums.size());
+        ctx_.parallel_for(tasks, [&](std::int64_t task) {
+            const auto at = static_cast<std::size_t>(task);
+            try {
+                sums[at] = verify_layer(static_cast<std::size_t>(task / layers),
+                                        static_cast<std::int32_t>(task % layers));
+            } catch (...) {
+                errors[at] = std::current_exception();
+            }
+        });
+        for (const std::exception_ptr& error : errors) {
+            if (error) {
+                std::rethrow_exception(error);
+            }
+        }
+        examples::Fingerprint all;
+        all.add(count_);
+        for (const std::uint64_t sum : sums) {
+            all.add(sum);
+        }
+        return all.text();
+    }
+
   private:
+    static constexpr std::int64_t max_heads = 1 << 16;
+
     static std::string name(std::size_t i, std::int32_t l, const char* what) {
         return fmt::format("sequences.{}.layers.{}.{}", i, l, what);
+    }
+
+    /// Refuses a gap in the numbers of sequences, unless there are more than are wanted, and of layers.
+    void check_numbers(bool all_sequences) const {
+        for (const llama::Tensor& tensor : file_.tensors()) {
+            std::string_view rest = tensor.name;
+            std::size_t sequence = 0, layer = 0;
+            if (!rest.starts_with("sequences.")) {
+                continue;
+            }
+            if (!skip(rest, "sequences.", sequence) || !skip(rest, ".layers.", layer) ||
+                !rest.starts_with('.')) {
+                llama::fail("{}: has a tensor {}; its name must be sequences.{{i}}.layers.{{l}}.NAME",
+                            file_.path(), llama::printable(tensor.name));
+            }
+            if (sequence >= count_ && all_sequences) {
+                llama::fail("{}: has {} but no {}; sequences must be numbered 0, 1, 2 without a gap",
+                            file_.path(), llama::printable(tensor.name), name(count_, 0, "k"));
+            }
+            if (sequence < count_ && layer >= static_cast<std::size_t>(shape_.layers)) {
+                llama::fail("{}: has {} but no {}; layers must be numbered 0, 1, 2 without a gap",
+                            file_.path(), llama::printable(tensor.name), name(0, shape_.layers, "k"));
+            }
+        }
+    }
+    /// Takes a word and a number without leading zeros off a name.
+    static bool skip(std::string_view& name, std::string_view word, std::size_t& number) {
+        if (!name.starts_with(word)) {
+            return false;
+        }
+        name.remove_prefix(word.size());
+        const auto [end, error] = std::from_chars(name.data(), name.data() + name.size(), number);
+        const auto digits = static_cast<std::size_t>(end - name.data());
+        if (error != std::errc{} || (digits > 1 && name.front() == '0')) {
+            return false;
+        }
+        name.remove_prefix(digits);
+        return true;
+    }
+
+    /// Loads what get() would load of a layer; returns a fingerprint of it.
+    std::uint64_t verify_layer(std::size_t index, std::int32_t l) {
+        const std::int64_t length = this->length(index);
+        examples::Fingerprint sum;
+        sum.add(static_cast<std::uint64_t>(length));
+        const auto add = [&](const std::string& of) {
+            const llama::Tensor& tensor = *file_.find(of);
+            sum.add(llama::name_of(tensor.dtype));
+            sum.add(tensor.data, tensor.numel * llama::bytes_of(tensor.dtype));
+        };
+        const std::string k = name(index, l, "k"), v = name(index, l, "v"),
+                          stored = name(index, l, "target.") + examples::beta_name(target_.beta);
+        const std::vector<float> keys = load(k, {length, shape_.kv_heads, shape_.head_dim_qk}, 1, 0);
+        load(v, {length, shape_.kv_heads, shape_.head_dim_vo}, 1, 0);
+        add(k);
+        add(v);
+        const bool has_target = use_stored_ && file_.find(stored) != nullptr;
+        if (has_target) {
+            load(stored, {shape_.kv_heads, length}, 0, 1);
+            add(stored);
+        }
+        if (!has_target || (target_.leave_out && !all_stored(index))) {
+            // A target is made of their products, whose sum must not overflow.
+            const double product = largest(keys) * largest(queries(index, l, stored)) * shape_.head_dim_qk;
+            if (product > 1e37) {
+                llama::fail("{}: products of {} and its k reach {:.1e}; they must be at most 1e37",
+                            file_.path(), name(index, l, "q"), product);
+            }
+        }
+        if (!has_target) {
+            add(name(index, l, "q"));
+        }
+        return sum.value();
+    }
+
+    static double largest(const std::vector<float>& values) {
+        float most = 0.0f;
+        for (const float x : values) {
+            most = std::max(most, std::fabs(x));
+        }
+        return static_cast<double>(most);
     }
 
     bool all_stored(std::size_t index) const {
@@ -215,19 +276,23 @@ class FileSource final : public QkvSource {
 
     /// q of a layer, [length, heads, head_dim_qk].
     std::vector<float> queries(std::size_t index, std::int32_t l, const std::string& stored) {
+        const std::int64_t length = this->length(index);
         const std::string name_q = name(index, l, "q");
         if (file_.find(name_q) == nullptr) {
             llama::fail(
                 "{}: has neither {} (for window {}, aggregate {}, look-ahead {}) nor {}; with q any target "
-                "can be "
-                "computed",
+                "can be computed",
                 file_.path(), stored, target_.window, aggregate_name(target_.aggregate),
                 look_ahead_name(target_.look_ahead), name_q);
         }
-        const std::int64_t heads = need(name_q, 3).shape[1], length = example_.length;
+        const std::int64_t heads = need(name_q, 3).shape[1];
         if (heads % shape_.kv_heads != 0) {
             llama::fail("{}: {} has {} heads; a multiple of the {} heads of k is needed", file_.path(),
                         name_q, heads, shape_.kv_heads);
+        }
+        if (shape_.query_heads != 0 && heads != shape_.query_heads) {
+            llama::fail("{}: {} has {} heads; beside its neighbors it must have {}", file_.path(), name_q,
+                        heads, shape_.query_heads);
         }
         return load(name_q, {length, heads, shape_.head_dim_qk}, 1, 0);
     }
@@ -266,6 +331,18 @@ class FileSource final : public QkvSource {
 
 }  // namespace
 
+void check_lengths(QkvSource& source, std::span<const std::int32_t> budgets, std::string_view option) {
+    const std::int32_t largest = *std::ranges::max_element(budgets);
+    for (std::size_t i = 0; i < source.count(); ++i) {
+        if (source.length(i) <= largest) {
+            llama::fail(
+                "{}: sequence {} has {} tokens; it must have more than {}, the largest of --budgets, "
+                "to have a decision to learn from",
+                option, i, source.length(i), largest);
+        }
+    }
+}
+
 std::string QkvShape::text() const {
     return fmt::format("{} layers, {} query heads, {} KV heads, keys of {}, values of {}", layers,
                        query_heads, kv_heads, head_dim_qk, head_dim_vo);
@@ -288,89 +365,9 @@ const char* aggregate_name(kvpolicy::group_aggregate aggregate) {
     return aggregate == kvpolicy::group_aggregate::max ? "max" : "mean";
 }
 
-Observer host_observer(const kvpolicy::host& ctx, const llama::Model& model) {
-    return [&ctx, &model](const std::vector<std::int32_t>& tokens, examples::Oracle& oracle) {
-        using Dense = kvpolicy::Policy<kvpolicy::Window<>>;
-        constexpr std::size_t chunk = 512;
-        llama::Engine engine(model);
-        const auto max_seq_len = static_cast<std::int32_t>(tokens.size());
-        const auto attention = std::make_unique<llama::CacheAttention<Dense, float>>(
-            ctx, model.config, Dense{kvpolicy::Window<>{max_seq_len}});
-        auto watched = llama::observed(*attention, oracle);
-        std::vector<std::int64_t> positions(tokens.size());
-        std::iota(positions.begin(), positions.end(), 0);
-        for (std::size_t at = 0; at < tokens.size(); at += chunk) {
-            const std::size_t n = std::min(chunk, tokens.size() - at);
-            engine.forward(std::span(tokens).subspan(at, n), std::span(positions).subspan(at, n), watched,
-                           llama::Logits::none);
-        }
-    };
-}
-
-std::unique_ptr<QkvSource> model_source(const kvpolicy::host& ctx, const llama::Config& config,
-                                        Observer observe, std::size_t count,
-                                        std::function<std::vector<std::int32_t>(std::size_t)> tokens,
-                                        const TargetOptions& target) {
-    return std::make_unique<ModelSource>(ctx, config, std::move(observe), count, std::move(tokens), target);
-}
-
 std::unique_ptr<QkvSource> file_source(const kvpolicy::host& ctx, const std::filesystem::path& file,
                                        const TargetOptions& target, std::size_t most) {
     return std::make_unique<FileSource>(ctx, file, target, most);
-}
-
-void write_dump(const kvpolicy::host& ctx, const llama::Config& c, const Observer& observe, std::size_t count,
-                const std::function<std::vector<std::int32_t>(std::size_t)>& tokens, std::int32_t length,
-                const TargetOptions& target, std::span<const float> betas, const std::filesystem::path& file,
-                const std::function<void(std::size_t)>& progress) {
-    std::vector<examples::TensorPlan> plan;
-    for (std::size_t i = 0; i < count; ++i) {
-        for (int l = 0; l < c.layers; ++l) {
-            const std::string name = fmt::format("sequences.{}.layers.{}.", i, l);
-            const auto add = [&](const std::string& what, int heads) {
-                plan.push_back({name + what, llama::DType::bf16, {length, heads, c.head_dim}});
-            };
-            if (betas.empty()) {
-                add("q", c.heads);
-            }
-            add("k", c.kv_heads);
-            add("v", c.kv_heads);
-            for (const float beta : betas) {
-                plan.push_back(
-                    {name + "target." + examples::beta_name(beta), llama::DType::f32, {c.kv_heads, length}});
-            }
-        }
-    }
-    std::map<std::string, std::string> metadata{{"format", "kvpolicy-qkv"}};
-    if (!betas.empty()) {
-        metadata["window"] = std::to_string(target.window);
-        metadata["aggregate"] = aggregate_name(target.aggregate);
-        metadata["look_ahead"] = look_ahead_name(target.look_ahead);
-    }
-    examples::SafetensorsWriter writer(file, std::move(plan), metadata);
-    for (std::size_t i = 0; i < count; ++i) {
-        progress(i);
-        examples::Oracle oracle(c);
-        observe(tokens(i), oracle);
-        std::vector<std::vector<float>> targets;
-        for (const float beta : betas) {
-            TargetOptions with = target;
-            with.beta = beta;
-            targets.push_back(oracle.scores(ctx, mass_options(with)));
-        }
-        for (int l = 0; l < c.layers; ++l) {
-            if (betas.empty()) {
-                writer.write(oracle.queries(l));
-            }
-            writer.write(oracle.keys(l));
-            writer.write(oracle.values(l));
-            for (const std::vector<float>& all : targets) {
-                const std::size_t plane = all.size() / static_cast<std::size_t>(c.layers);
-                writer.write(std::span(all).subspan(static_cast<std::size_t>(l) * plane, plane));
-            }
-        }
-    }
-    writer.finish();
 }
 
 }  // namespace train

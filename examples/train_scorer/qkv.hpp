@@ -29,6 +29,7 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 namespace examples {
@@ -87,7 +88,17 @@ class QkvSource {
     virtual const QkvShape& shape() const = 0;
     virtual std::size_t count() const = 0;
     virtual const Example& get(std::size_t index) = 0;
+    /// Tokens of a sequence, without its keys and values.
+    virtual std::int32_t length(std::size_t index) = 0;
+    /// Before the first step: reads all that the sequences are made of, and throws llama::Error for what
+    /// get() would refuse of any of them (but not for what a model's pass alone shows). Returns the data's
+    /// fingerprint.
+    virtual std::string verify() = 0;
 };
+
+/// Throws llama::Error unless every sequence is longer than the largest budget: a shorter one has no decision
+/// to learn from or to look at. `option` is where the sequences come from.
+void check_lengths(QkvSource& source, std::span<const std::int32_t> budgets, std::string_view option);
 
 /// Shows q, k and v of a dense pass over a sequence to an oracle.
 using Observer = std::function<void(const std::vector<std::int32_t>& tokens, examples::Oracle& oracle)>;
@@ -97,16 +108,16 @@ Observer host_observer(const kvpolicy::host& ctx, const llama::Model& model);
 
 /// Runs a model densely on the sequences that `tokens(index)` gives. What was run stays in memory, unless
 /// TargetOptions::leave_out says that a device will keep it: then the last one does. Keys and values are
-/// rounded to bf16, which is what a cache stores.
+/// rounded to bf16, which is what a cache stores; get() throws llama::Error where one is not finite.
 std::unique_ptr<QkvSource> model_source(const kvpolicy::host& ctx, const llama::Config& config,
                                         Observer observe, std::size_t count,
                                         std::function<std::vector<std::int32_t>(std::size_t)> tokens,
                                         const TargetOptions& target);
 
 /// Reads at most `most` sequences of a file of the form above. Targets that it lacks are computed from q
-/// once, and kept. Throws llama::Error for a file without sequences, tensors that are missing, of
-/// another shape than their neighbors, or not finite (named with head and position), and sequences with
-/// no q and no target.
+/// once, and kept. Throws llama::Error for a file without sequences, and for a gap in the numbers of
+/// sequences or layers. get() and verify() throw for tensors that are missing, of another shape than their
+/// neighbors, or not finite (named with head and position), and for sequences with no q and no target.
 std::unique_ptr<QkvSource> file_source(const kvpolicy::host& ctx, const std::filesystem::path& file,
                                        const TargetOptions& target,
                                        std::size_t most = std::numeric_limits<std::size_t>::max());

@@ -99,14 +99,22 @@ refused("--out: missing/x.safetensors cannot be written; its folder must be ther
     ${train} --out missing/x.safetensors)
 refused("--checkpoint: missing/half cannot be written" --qkv qkv.safetensors ${train} --out h.safetensors
     --checkpoint missing/half)
-if(EXISTS ${FOLDER}/h.safetensors.part OR EXISTS ${FOLDER}/missing)
+if(EXISTS ${FOLDER}/h.safetensors.lock OR EXISTS ${FOLDER}/missing)
     message(FATAL_ERROR "a refused run leaves files behind")
 endif()
 refused("--stop-after: 3 is not allowed; half is of step 3, and it must be more" --qkv targets.safetensors
     ${train} --resume half --checkpoint half --stop-after 3)
 refused("look-ahead 50. nor" --qkv ahead.safetensors --budgets 128 --look-ahead 50)
 refused("has neither sequences.0.layers.0.target.1" --qkv targets.safetensors --beta 1 --budgets 128)
-refused("no query has a decision to learn from" --qkv qkv.safetensors)
+refused("--qkv: sequence 0 has 320 tokens; it must have more than 1024, the largest of --budgets"
+    --qkv qkv.safetensors)
+run(${TRAIN_SCORER} --text ${TEXT} --length 100 --pairs 0 --sequences 1 --dump short.safetensors)
+refused("--held-out: sequence 0 has 100 tokens; it must have more than 128" --qkv qkv.safetensors ${train}
+    --held-out short.safetensors)
+refused("--text: sequence 0 has 100 tokens" --text ${TEXT} --length 100 --pairs 0 ${train})
+run(${TRAIN_SCORER} --text ${TEXT} ${small} --pairs 3 --dump others.safetensors --dump-targets 2,inf)
+refused("half: is a checkpoint of a run with data [0-9a-f]*; this run has" --qkv others.safetensors ${train}
+    --resume half)
 refused("checkpoint of another architecture" --qkv targets.safetensors ${train} --hidden 7 --resume half)
 refused("a run with steps 6; this run has 9" --qkv targets.safetensors ${train} --steps 9 --resume half)
 refused("a window of 64, gamma .*this run has 4, 32," --qkv qkv.safetensors ${train} --window 32

@@ -7,6 +7,7 @@
 #include <kvpolicy/scorers/initialize.hpp>
 #include <kvpolicy/scorers/sequence.hpp>
 
+#include "interrupt.hpp"
 #include "support/safetensors_writer.hpp"
 
 #include <llama/error.hpp>
@@ -212,8 +213,50 @@ std::uint64_t Trainer<S>::seed_at(std::int64_t visit) const {
 }
 
 template <class S>
-void Trainer<S>::refuse_gradient(std::int64_t step) const {
-    llama::fail("step {}: the gradient is not finite; a smaller --rate or a --softcap may help", step);
+void Trainer<S>::refuse_gradient(std::int64_t step) {
+    throw Diverged(
+        fmt::format("step {}: the gradient is not finite; training has diverged at {}; a smaller "
+                    "--rate or a --softcap may help",
+                    step, worst_head()));
+}
+
+template <class S>
+void Trainer<S>::check_converges(const LossSums& sums) {
+    const double loss = sums.loss / static_cast<double>(std::max<std::int64_t>(sums.steps, 1));
+    if (!(loss * static_cast<double>(options_.temperature) <= diverged_margin)) {
+        throw Diverged(
+            fmt::format("step {}: the loss is {:.3g}; training has diverged at {}; a smaller --rate "
+                        "or a --softcap may help",
+                        step_, loss, worst_head()));
+    }
+}
+
+template <class S>
+std::string Trainer<S>::worst_head() {
+    const auto heads = static_cast<std::size_t>(source_.shape().kv_heads);
+    const auto not_finite = [](float x) { return !std::isfinite(x); };
+    for (const AdamW::Array& array : optimizer_.arrays) {  // layers.{l}.{name}: [heads, ...]
+        const auto bad = std::ranges::find_if(array.gradient, not_finite);
+        if (bad != array.gradient.end() && array.name.starts_with("layers.")) {
+            const std::size_t at = static_cast<std::size_t>(bad - array.gradient.begin());
+            return fmt::format("layer {}, head {}, where the gradient of {} is {}",
+                               std::string_view(array.name).substr(7, array.name.find('.', 7) - 7),
+                               at / (array.gradient.size() / heads), array.name, *bad);
+        }
+    }
+    std::size_t layer = 0, head = 0;
+    float largest = -1.0f;
+    const std::vector<std::vector<float>> scores = scores_of(0);
+    for (std::size_t l = 0; l < scores.size(); ++l) {
+        const std::size_t length = scores[l].size() / heads;
+        for (std::size_t i = 0; i < scores[l].size(); ++i) {
+            const float size = std::fabs(scores[l][i]);
+            if (size > largest || (not_finite(size) && !not_finite(largest))) {
+                largest = size, layer = l, head = i / length;
+            }
+        }
+    }
+    return fmt::format("layer {}, head {}, whose scores reach {:.3g}", layer, head, largest);
 }
 
 template <class S>
@@ -247,6 +290,13 @@ void Trainer<S>::step() {
         for (std::int32_t l = 0; l < shape.layers; ++l) {
             const auto at = static_cast<std::size_t>(l);
             score(example, l, scores);
+            const auto bad = std::ranges::find_if(scores, [](float x) { return !std::isfinite(x); });
+            if (bad != scores.end()) {
+                throw Diverged(
+                    fmt::format("step {}: a score of layer {}, head {} is {}; training has diverged; "
+                                "a smaller --rate or a --softcap may help",
+                                step_ + 1, l, (bad - scores.begin()) / example.length, *bad));
+            }
             d_scores.assign(scores.size(), 0.0f);
             loss.layer = l;
             std::vector<double> d_log_gamma(heads, 0.0);
@@ -304,6 +354,9 @@ std::vector<HeldOutNumbers> Trainer<S>::evaluate() {
     std::vector<float> scores, unused;
     std::vector<kvpolicy::Recall> recall(heads);
     for (std::size_t i = 0; i < held_out_->count(); ++i) {
+        if (Interrupts::signal() != 0) {
+            return {};
+        }
         const Example& example = held_out_->get(i);
         const std::int32_t n = example.length;
         const kvpolicy::Sequences sequences{.batch = 1, .length = n};
@@ -394,11 +447,21 @@ std::vector<float> Trainer<S>::score_quantiles() {
 template <class S>
 void Trainer<S>::round_weights() {
     pull();
+    unrounded_.clear();
     for (auto& array : stack_.arrays) {
+        unrounded_.push_back(array.data);
         if (!options_.fp32 && array.shape.size() == 3) {
             std::transform(array.data.begin(), array.data.end(), array.data.begin(),
                            examples::rounded_to_bf16);
         }
+    }
+    push();
+}
+
+template <class S>
+void Trainer<S>::restore_weights() {
+    for (std::size_t i = 0; i < unrounded_.size(); ++i) {
+        std::ranges::copy(unrounded_[i], stack_.arrays[i].data.begin());  // pointers to it stay
     }
     push();
 }

@@ -5,11 +5,14 @@
 #include <kvpolicy/policies/compose.hpp>
 #include <kvpolicy/policies/decay.hpp>
 
+#include "checkpoint.hpp"
 #include "numbers.hpp"
 #include "options.hpp"
 #include "qkv.hpp"
 #include "support/scorers.hpp"
 #include "train/adamw.hpp"
+
+#include <llama/error.hpp>
 
 #include <cstdint>
 #include <string>
@@ -19,6 +22,16 @@ namespace train {
 
 using TrainingPolicy =
     kvpolicy::Policy<kvpolicy::Sink<>, kvpolicy::Window<>, kvpolicy::TopKBudget<>, kvpolicy::Decay<1>>;
+
+/// Training whose numbers have left all bounds: a checkpoint of it would be of no use.
+class Diverged : public llama::Error {
+  public:
+    using llama::Error::Error;
+};
+
+/// A loss from which on training has diverged, in units of a score: the boundary loss of a pair in the wrong
+/// order is the margin between its two scores over the temperature, and scores are of the order of 1.
+inline constexpr double diverged_margin = 1e3;
 
 /// The loss as options say it, without a seed and for layer 0.
 kvpolicy::BoundaryLoss loss_of(const Options& options);
@@ -44,19 +57,22 @@ class Trainer {
     virtual void step();
     /// Whether take() waits for nothing.
     virtual bool done() const { return true; }
-    /// Sums over the steps since the last call. Throws llama::Error where a gradient was not finite; a step
+    /// Sums over the steps since the last call. Throws Diverged where a gradient was not finite; a step
     /// without any decision leaves the weights as they are.
     virtual LossSums take();
+    /// Throws Diverged, with layer and head, where the mean loss of these steps is NaN or too large.
+    void check_converges(const LossSums& sums);
     std::int64_t steps_done() const { return step_; }
     /// Of the last step that take() has seen.
     double last_gradient_norm() const { return gradient_norm_; }
     double next_rate() const { return schedule_.at(step_); }
 
-    /// Held-out numbers at each budget; empty without held-out sequences.
+    /// Held-out numbers at each budget; empty without held-out sequences, and after an interrupt.
     virtual std::vector<HeldOutNumbers> evaluate();
 
-    /// Rounds matrices as they will be stored; after the last step.
+    /// Rounds matrices as they will be stored; after the last step. restore_weights() takes it back.
     void round_weights();
+    void restore_weights();
     /// Writes the file. `notes` go to its metadata.
     void finish(const std::map<std::string, std::string>& notes);
     const std::vector<float>& alpha() const { return alpha_; }
@@ -74,7 +90,7 @@ class Trainer {
     std::uint64_t seed_at(std::int64_t visit) const;
     /// [layers][heads, length] of a training sequence.
     virtual std::vector<std::vector<float>> scores_of(std::size_t index);
-    [[noreturn]] void refuse_gradient(std::int64_t step) const;
+    [[noreturn]] void refuse_gradient(std::int64_t step);
 
     const kvpolicy::host& ctx_;
     const Options& options_;
@@ -93,7 +109,9 @@ class Trainer {
     void score(const Example& example, std::int32_t layer, std::vector<float>& scores);
     void standardize_inputs();
     std::vector<float> score_quantiles();
-    std::map<std::string, std::string> run_settings() const;
+    RunSettings run_settings() const;
+    /// Where scores or gradients are not finite, or else scores are largest; "layer L, head H".
+    std::string worst_head();
     kvpolicy::workspace_view workspace(std::size_t bytes);
 
     LossSums sums_;                                                  // since the last take()
@@ -102,7 +120,8 @@ class Trainer {
     std::int64_t epoch_ = -1;
     std::vector<std::uint32_t> order_;  // of the sequences in this epoch
     std::vector<unsigned char> memory_;
-    std::int32_t length_ = 0;  // of the first sequence, which a model may have to run for
+    std::vector<std::vector<float>> unrounded_;  // arrays of stack_ before round_weights()
+    std::int32_t length_ = 0;                    // of the first sequence, which a model may have to run for
 };
 
 }  // namespace train

@@ -8,6 +8,7 @@
 #include "sequences.hpp"
 #include "support.hpp"
 #include "support/immediate.hpp"
+#include "support/oracle.hpp"
 #include "support/safetensors_writer.hpp"
 #include "support/trained.hpp"
 #include "trainer.hpp"
@@ -19,8 +20,11 @@
 #include <cmath>
 #include <filesystem>
 #include <limits>
+#include <map>
+#include <memory>
 #include <set>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -35,9 +39,10 @@ template <class S>
 void resumes(const std::string& kind) {
     const test::Folder folder;
     const auto file = write_qkv(folder, "qkv", {}, as_it_is);
-    const Options options = small(kind);
+    Options options = small(kind);
     const kvpolicy::host ctx{1}, two{2};
     const auto source = file_source(ctx, file, options.target);
+    options.data = source->verify();
     Trainer<S> whole(ctx, options, *source, nullptr);
     const auto start = weights(whole);
     for (int i = 0; i < 8; ++i) {
@@ -73,6 +78,12 @@ void resumes(const std::string& kind) {
     other.spec.hidden = 17, other.spec.d_v = 5;
     Trainer<S> wider(ctx, other, *source, nullptr);
     CHECK(contains(message_of([&] { wider.resume(checkpoint); }), "checkpoint of another architecture"));
+    // Other keys and values, as many of them.
+    other = options;
+    other.data = "0123456789abcdef";
+    Trainer<S> elsewhere(ctx, other, *source, nullptr);
+    CHECK(contains(message_of([&] { elsewhere.resume(checkpoint); }),
+                   "run with data " + options.data + "; this run has 0123456789abcdef"));
 }
 
 /// Of a command line, without the program's name; words have single spaces between.
@@ -103,6 +114,8 @@ class CountedSource final : public QkvSource {
         ++asked;
         return source_.get(index);
     }
+    std::int32_t length(std::size_t index) override { return source_.length(index); }
+    std::string verify() override { return source_.verify(); }
     int asked = 0;
 
   private:
@@ -190,7 +203,7 @@ TEST_CASE("a file that could not be written is refused before anything is done")
     const test::Folder folder;
     const std::string here = folder.path().string() + "/";
     const auto refusal = [&](const std::string& line) {
-        return message_of([&] { check_files(parsed(line)); });
+        return message_of([&] { lock_files(parsed(line)); });
     };
     CHECK(contains(refusal("--qkv q --out " + here + "no/o"),
                    "--out: " + here + "no/o cannot be written; its folder must be there"));
@@ -222,6 +235,236 @@ TEST_CASE("a file's sequences, as many as are wanted") {
     CHECK(file_source(ctx, file, target)->count() == 3);
     CHECK(file_source(ctx, file, target, 2)->count() == 2);
     CHECK(file_source(ctx, file, target, 9)->count() == 3);
+}
+
+TEST_CASE("all data are looked at before the first step") {
+    const test::Folder folder;
+    const kvpolicy::host ctx{2};
+    const TargetOptions target{.window = 8};
+    const auto file = write_qkv(folder, "qkv", {}, as_it_is);
+    const auto refusal = [&](const std::filesystem::path& of) {
+        return message_of([&] { file_source(ctx, of, target)->verify(); });
+    };
+    CHECK(refusal(file) == "");
+    // In the last sequence and layer.
+    for (const char* what : {"q", "k", "v"}) {
+        const std::string spoiled = std::string("sequences.2.layers.1.") + what;
+        const auto edit = [&](const std::string& name, std::vector<float>& values) {
+            if (name == spoiled) {
+                values.back() = std::numeric_limits<float>::infinity();
+            }
+        };
+        CHECK(contains(refusal(write_qkv(folder, "bad", {}, edit)), spoiled + " holds inf at head "));
+    }
+    const auto large =
+        write_qkv(folder, "large", {}, [](const std::string& name, std::vector<float>& values) {
+            if (name.ends_with("layers.1.q") || name.ends_with("layers.1.k")) {
+                values[9] = -1e19f;
+            }
+        });
+    CHECK(
+        contains(refusal(large), "products of sequences.0.layers.1.q and its k reach 8.0e+38; they must be"));
+    // Gaps in the numbers, and other names and shapes than the neighbors'.
+    const auto without = [&](const std::string& prefix, const std::string& renamed = "",
+                             std::int32_t heads = 2) {
+        std::vector<examples::TensorPlan> plan;
+        for (int i = 0; i < 3; ++i) {
+            for (int l = 0; l < 3; ++l) {
+                for (const char* what : {"q", "k", "v"}) {
+                    std::string name = fmt::format("sequences.{}.layers.{}.{}", i, l, what);
+                    if (name.starts_with(prefix)) {
+                        if (renamed.empty()) {
+                            continue;
+                        }
+                        name = renamed + what;
+                    }
+                    plan.push_back({name, llama::DType::f32, {40, i == 2 && *what == 'k' ? heads : 2, 8}});
+                }
+            }
+        }
+        examples::SafetensorsWriter writer(folder.path() / "gaps", plan, {});
+        for (const auto& tensor : plan) {
+            writer.write(std::vector<float>(tensor.numel(), 0.5f));
+        }
+        writer.finish();
+        return folder.path() / "gaps";
+    };
+    CHECK(refusal(without("none")) == "");
+    CHECK(
+        contains(refusal(without("sequences.1.")),
+                 "has \"sequences.2.layers.0.q\" but no sequences.1.layers.0.k; sequences must be numbered"));
+    CHECK(file_source(ctx, without("sequences.1."), target, 1)->count() == 1);  // one is all that is wanted
+    CHECK(
+        contains(refusal(without("sequences.0.layers.1.")), "but no sequences.0.layers.1.k; layers must be"));
+    CHECK(contains(refusal(without("sequences.2.layers.1.")), "has no tensor sequences.2.layers.1.k"));
+    CHECK(contains(refusal(without("sequences.2.layers.2.", "sequences.2.layer.2.")),
+                   "its name must be sequences.{i}.layers.{l}.NAME"));
+    CHECK(contains(refusal(without("sequences.2.layers.2.", "sequences.2.layers.02.")), "its name must be"));
+    CHECK(contains(refusal(without("none", "", 1)), "has shape [40, 1, 8]; beside its neighbors it must be"));
+
+    // A fingerprint is of the data, on either backend and any number of threads.
+    const kvpolicy::host one{1};
+    TargetOptions device = target;
+    device.leave_out = true;
+    const std::string mark = file_source(ctx, file, target)->verify();
+    CHECK(file_source(one, file, target)->verify() == mark);
+    CHECK(file_source(one, file, device)->verify() == mark);
+    CHECK(file_source(one, file, target, 2)->verify() != mark);
+    const auto other =
+        write_qkv(folder, "other", {}, [](const std::string& name, std::vector<float>& values) {
+            if (name == "sequences.2.layers.1.v") {
+                values[17] += 1.0f;
+            }
+        });
+    CHECK(file_source(one, other, target)->verify() != mark);
+}
+
+TEST_CASE("sequences that are no longer than a budget are refused before the first step") {
+    const test::Folder folder;
+    const kvpolicy::host ctx{1};
+    const auto source = file_source(ctx, write_qkv(folder, "qkv", {}, as_it_is), {.window = 8});
+    CHECK(source->length(2) == 96);
+    const std::int32_t below[] = {40, 95}, equal[] = {96, 40};
+    CHECK(message_of([&] { check_lengths(*source, below, "--qkv"); }) == "");
+    CHECK(message_of([&] { check_lengths(*source, equal, "--held-out"); }) ==
+          "--held-out: sequence 0 has 96 tokens; it must have more than 96, the largest of --budgets, to "
+          "have a "
+          "decision to learn from");
+}
+
+TEST_CASE("sequences of a model are looked at before one runs") {
+    const kvpolicy::host ctx{1};
+    llama::Config config;
+    config.layers = 1, config.heads = config.kv_heads = 1, config.head_dim = 2;
+    int runs = 0;
+    const Observer observe = [&](const std::vector<std::int32_t>&, examples::Oracle&) { ++runs; };
+    const auto source_of = [&](std::int32_t last) {
+        return model_source(ctx, config, observe, 3,
+                            [last](std::size_t i) {
+                                if (i == 2 && last < 0) {
+                                    llama::fail("the text is too short");
+                                }
+                                return std::vector<std::int32_t>{1, 2, i == 2 ? last : 3};
+                            },
+                            {});
+    };
+    const std::string mark = source_of(5)->verify();
+    CHECK(source_of(5)->verify() == mark);
+    CHECK(source_of(6)->verify() != mark);
+    CHECK(source_of(6)->length(1) == 3);
+    CHECK(contains(message_of([&] { source_of(-1)->verify(); }), "the text is too short"));
+    CHECK(runs == 0);
+}
+
+TEST_CASE("training that diverges ends, with the step, the layer and the head") {
+    const test::Folder folder;
+    const auto file = write_qkv(folder, "qkv", {}, as_it_is);
+    const kvpolicy::host ctx{1};
+    for (const char* kind : {"mlp", "mlstm"}) {
+        CAPTURE(kind);
+        Options options = small(kind);
+        options.steps = 200;
+        const auto source = file_source(ctx, file, options.target);
+        const auto train = [&]<class S>(std::unique_ptr<Trainer<S>> trainer) {
+            try {
+                for (int i = 0; i < options.steps; ++i) {
+                    trainer->step();
+                    trainer->check_converges(trainer->take());
+                }
+            } catch (const Diverged& error) {
+                return std::string(error.what());
+            }
+            return std::string();
+        };
+        const auto run = [&] {
+            return std::string_view(kind) == "mlp"
+                       ? train(std::make_unique<Trainer<examples::Mlp>>(ctx, options, *source, nullptr))
+                       : train(std::make_unique<Trainer<examples::Mlstm>>(ctx, options, *source, nullptr));
+        };
+        for (const double rate : {1e3, 1e30}) {
+            options.rate = options.last_rate = rate;
+            const std::string sentence = run();
+            CAPTURE(sentence);
+            CHECK(sentence.starts_with("step "));
+            CHECK(contains(sentence, "diverged"));
+            CHECK(contains(sentence, "layer "));
+            CHECK(contains(sentence, ", head "));
+        }
+        options.rate = 1e-2, options.last_rate = 1e-3;
+        CHECK(run() == "");
+    }
+    // A temperature scales the loss, not the margins.
+    Options options = small("mlp");
+    options.temperature = 1e-4f;
+    const auto source = file_source(ctx, file, options.target);
+    Trainer<examples::Mlp> trainer(ctx, options, *source, nullptr);
+    trainer.step();
+    trainer.check_converges(trainer.take());
+    LossSums sums;
+    sums.steps = 2, sums.loss = 2 * 1.1e7;
+    CHECK(contains(message_of([&] { trainer.check_converges(sums); }),
+                   "step 1: the loss is 1.1e+07; training has"));
+    sums.loss = std::numeric_limits<double>::quiet_NaN();
+    CHECK(contains(message_of([&] { trainer.check_converges(sums); }), "the loss is nan"));
+}
+
+TEST_CASE("rounding can be taken back, for a checkpoint after the last step") {
+    const test::Folder folder;
+    const kvpolicy::host ctx{1};
+    const Options options = small("mlp");
+    const auto source = file_source(ctx, write_qkv(folder, "qkv", {}, as_it_is), options.target);
+    Trainer<examples::Mlp> trainer(ctx, options, *source, nullptr);
+    trainer.step();
+    const auto before = weights(trainer);
+    trainer.round_weights();
+    CHECK(weights(trainer) != before);
+    trainer.restore_weights();
+    CHECK(weights(trainer) == before);
+}
+
+TEST_CASE("a damaged checkpoint is refused, and changes nothing") {
+    const test::Folder folder;
+    const kvpolicy::host ctx{1};
+    const Options options = small("mlp");
+    const auto source = file_source(ctx, write_qkv(folder, "qkv", {}, as_it_is), options.target);
+    Trainer<examples::Mlp> trainer(ctx, options, *source, nullptr);
+    trainer.step();
+    const auto file = folder.path() / "checkpoint";
+    trainer.save_checkpoint(file.string());
+    const llama::Safetensors saved(file);
+    const auto spoil = [&](const std::string& name, float value, const std::string& key = "",
+                           const std::string& text = "") {
+        std::vector<examples::TensorPlan> plan;
+        for (const llama::Tensor& tensor : saved.tensors()) {
+            plan.push_back({tensor.name, tensor.dtype, tensor.shape});
+        }
+        std::map<std::string, std::string> metadata(saved.metadata().begin(), saved.metadata().end());
+        if (!key.empty()) {
+            metadata[key] = text;
+        }
+        examples::SafetensorsWriter writer(folder.path() / "spoiled", plan, metadata);
+        for (const llama::Tensor& tensor : saved.tensors()) {
+            std::vector<float> values(tensor.numel);
+            llama::to_float(tensor, values);
+            if (tensor.name == name) {
+                values[1] = value;
+            }
+            writer.write(values);
+        }
+        writer.finish();
+        Trainer<examples::Mlp> other(ctx, options, *source, nullptr);
+        const auto before = weights(other);
+        const std::string sentence = message_of([&] { other.resume((folder.path() / "spoiled").string()); });
+        CHECK((weights(other) == before) == !sentence.empty());
+        return sentence;
+    };
+    CHECK(spoil("none", 0.0f) == "");
+    CHECK(contains(spoil("layers.1.w2", std::numeric_limits<float>::quiet_NaN()),
+                   "tensor layers.1.w2 holds nan at 1; numbers must be finite"));
+    CHECK(contains(spoil("alpha.second", -1.0f),
+                   "alpha.second holds -1 at 1; numbers must be finite, and 0 or more"));
+    CHECK(contains(spoil("none", 0.0f, "checkpoint", "1x"), "\"checkpoint\" is missing or not 0 to 8"));
+    CHECK(contains(spoil("none", 0.0f, "steps_taken", "2"), "\"steps_taken\" is missing or not 0 to 1"));
 }
 
 TEST_CASE("a checkpoint asks for no sequence") {
@@ -512,6 +755,11 @@ TEST_CASE("bad files are refused in a sentence that names the tensor") {
     }
     CHECK(contains(refusal(write_qkv(folder, "noq", {}, as_it_is, false)),
                    "has neither sequences.0.layers.0.target.2"));
+    Sizes narrow;
+    narrow.dim = 4;
+    CHECK(contains(
+        refusal(write_qkv(folder, "narrow", narrow, as_it_is)),
+        "have shapes [96, 2, 4] and [96, 2, 4]; at most 65536 heads are allowed, and head dimensions"));
     Sizes odd;
     odd.query_heads = 3;
     CHECK(contains(refusal(write_qkv(folder, "odd", odd, as_it_is)), "a multiple of the 2 heads of k"));
