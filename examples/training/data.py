@@ -1,6 +1,7 @@
 """Samples of training: text with retrieval queries, and generated tasks. Sample i is a function of the seed
 and of i alone, so a run that resumes sees what an uninterrupted one would have seen."""
 
+import hashlib
 import lzma
 import pathlib
 import random
@@ -43,6 +44,10 @@ class Text(torch.utils.data.Dataset):
                 f"text: {name} of {len(self.ids)} tokens is not allowed; it must have {tokens}, one sample's"
             )
         self.tokens, self.pairs, self.seed, self.samples = tokens, pairs, seed, samples
+
+    def fingerprint(self):
+        """A hash of the text, by which a checkpoint knows it."""
+        return hashlib.sha256(self.ids.numpy().tobytes()).hexdigest()[:16]
 
     def __len__(self):
         return self.samples
@@ -88,6 +93,9 @@ class Recall(torch.utils.data.Dataset):
         self.tokens, self.pairs, self.symbols, self.vocabulary = tokens, pairs, symbols, vocabulary
         self.seed, self.samples = seed, samples
 
+    def fingerprint(self):
+        return "recall"  # the options say all
+
     def __len__(self):
         return self.samples
 
@@ -119,6 +127,9 @@ class Palindrome(torch.utils.data.Dataset):
         if self.length < 1:
             raise ValueError(f"gap: {self.gap} is not allowed; it must be at most {tokens - 3}")
         self.tokens, self.vocabulary, self.seed, self.samples = tokens, vocabulary, seed, samples
+
+    def fingerprint(self):
+        return "palindrome"  # the options say all
 
     def __len__(self):
         return self.samples

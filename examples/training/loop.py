@@ -11,15 +11,21 @@ import json
 import math
 import os
 import pathlib
+import signal
+import threading
 import time
 
 import data
 import kvpolicy as kvp
 import models
 import torch
+from kvpolicy.whole_file import output_lock, whole_files, whole_path, write_whole
 from step_graph import StepGraph
 from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+
+
+CHECKPOINT = "checkpoint.pt"  # in --out
 
 
 class Refused(SystemExit):
@@ -177,6 +183,28 @@ def make_model(method, options, device):
     return models.from_scratch(**sizes, length=options.tokens, device=device), None
 
 
+class Interrupts:
+    """Within `with`, the first SIGINT or SIGTERM only sets `signal`; a second one ends the process. The
+    handlers of a program are its main thread's: in another thread nothing changes."""
+
+    def __init__(self):
+        self.signal, self.before = 0, {}
+
+    def __enter__(self):
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self.before[number] = signal.signal(number, self.receive)
+        return self
+
+    def __exit__(self, *error):
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+    def receive(self, number, _):
+        self.signal = number
+        signal.signal(number, self.before[number])
+
+
 class Trainer:
     """A run: the method, its optimizer and schedule, the step it is at."""
 
@@ -194,7 +222,7 @@ class Trainer:
             self.method.parameter_groups(), betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0
         )
         self.schedule = self.method.schedule(self.optimizer)
-        self.step, self.log = 0, []
+        self.step, self.log, self.interrupts = 0, [], Interrupts()
         trained = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         self.trained = {name: p for name, p in self.method.named_parameters() if id(p) in trained}
         graph = options.cuda_graph and ranks.device.type == "cuda" and ranks.count == 1
@@ -204,7 +232,7 @@ class Trainer:
 
     @property
     def checkpoint_path(self):
-        return self.options.out / "checkpoint.pt"
+        return self.options.out / CHECKPOINT
 
     def identity(self):
         """What a checkpoint and the run that resumes from it must have in common."""
@@ -217,6 +245,7 @@ class Trainer:
         return {
             "method": self.method.name,
             "model": models.fingerprint(self.method.model),
+            "data": self.train_data.fingerprint(),
             "options": options,
         }
 
@@ -232,9 +261,8 @@ class Trainer:
             "schedule": self.schedule.state_dict(),
             "log": self.log,
         }
-        part = self.checkpoint_path.with_suffix(".part")
-        torch.save(state, part)
-        part.replace(self.checkpoint_path)
+        with whole_path(self.checkpoint_path) as part:
+            torch.save(state, part)
 
     def own_buffers(self):
         """Buffers that training moves, such as a controller's; those of the model do not."""
@@ -250,10 +278,11 @@ class Trainer:
         except Exception as error:
             raise Refused(f"--resume: {path} is damaged: {error}") from None
         wanted = self.identity()
-        for name in ("method", "model"):
-            if found[name] != wanted[name]:
+        for name in ("method", "model", "data"):
+            if found.get(name) != wanted[name]:
                 raise Refused(
-                    f"--resume: {path} of {name} {found[name]} is not allowed; this run has {wanted[name]}"
+                    f"--resume: {path} of {name} {found.get(name)} is not allowed; this run has "
+                    f"{wanted[name]}"
                 )
         for name, value in wanted["options"].items():
             if found["options"].get(name) != value:
@@ -353,9 +382,10 @@ class Trainer:
         text = "  ".join(f"{name} {value:.4g}" for name, value in numbers.items())
         print(f"[{time.monotonic() - self.began:7.1f} s] {kind} {self.step}: {text}", flush=True)
 
-    def out_of_time(self):
-        """Whether --seconds have passed, by the clock of rank 0."""
+    def must_stop(self):
+        """Whether --seconds have passed, or SIGINT or SIGTERM came, at rank 0."""
         over = bool(self.options.seconds) and time.monotonic() - self.began > self.options.seconds
+        over = over or bool(self.interrupts.signal)
         if self.ranks.count > 1:
             flag = torch.tensor(int(over), device=self.ranks.device)
             dist.broadcast(flag, 0)
@@ -374,11 +404,13 @@ class Trainer:
                 self.report("step", numbers)
             if last or (options.evaluate_every and self.step % options.evaluate_every == 0):
                 self.report("evaluate", self.evaluate())
-            stop = not last and self.out_of_time()
+            stop = not last and self.must_stop()
             if stop or (options.checkpoint_every and self.step % options.checkpoint_every == 0):
                 self.save_checkpoint()
             if stop:
                 self.report("stopped", {})
+                if self.interrupts.signal:
+                    raise SystemExit(128 + self.interrupts.signal)
                 return
         self.save_checkpoint()
         self.finish()
@@ -395,11 +427,12 @@ class Trainer:
         notes |= {f"held_out_{name}": f"{value:.6g}" for name, value in metrics.items()}
         self.method.save(self.options.out / f"{self.method.name}.safetensors", notes)
         if self.method.trains(self.options):
-            self.method.model.save_pretrained(self.options.out / "model")
-            if self.tokenizer is not None:
-                self.tokenizer.save_pretrained(self.options.out / "model")
+            with whole_files(self.options.out / "model") as part:
+                self.method.model.save_pretrained(part)
+                if self.tokenizer is not None:
+                    self.tokenizer.save_pretrained(part)
         record = {"identity": self.identity(), "metrics": metrics, "measures": measures, "log": self.log}
-        (self.options.out / "metrics.json").write_text(json.dumps(record, indent=1) + "\n")
+        write_whole(self.options.out / "metrics.json", json.dumps(record, indent=1) + "\n")
 
 
 def make_folder(out):
@@ -420,13 +453,16 @@ def train(method, arguments=None):
                 f"--batch: {options.batch} is not allowed; it must be a multiple of {ranks.count} processes"
             )
         make_folder(options.out)
-        trainer = Trainer(method, options, ranks)
-        if options.resume:
-            trainer.load_checkpoint()
-        elif trainer.checkpoint_path.is_file():
-            raise Refused(f"--out: {options.out} has a checkpoint; give --resume, or another folder")
-        trainer.run()
-    except (ValueError, FileNotFoundError, NotImplementedError) as error:
+        checkpoint = options.out / CHECKPOINT
+        with contextlib.nullcontext() if ranks.rank else output_lock(checkpoint):
+            trainer = Trainer(method, options, ranks)
+            if options.resume:
+                trainer.load_checkpoint()
+            elif checkpoint.is_file():
+                raise Refused(f"--out: {options.out} has a checkpoint; give --resume, or another folder")
+            with trainer.interrupts:
+                trainer.run()
+    except (ValueError, OSError, NotImplementedError) as error:
         raise Refused(str(error)) from error
     finally:
         ranks.end()

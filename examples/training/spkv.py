@@ -12,6 +12,7 @@ import math
 
 import kvpolicy as kvp
 import torch
+from kvpolicy.whole_file import whole_path
 from loop import train
 from method import Method
 from safetensors import safe_open
@@ -253,7 +254,8 @@ class SPKV(Method):
             path = path.with_name("bidirectional.safetensors")
             print(f"{refusal}; {path} is for spkv_probe.py alone")
             tensors = {name: p.detach().cpu().contiguous() for name, p in self.scorers.state_dict().items()}
-            save_file(tensors, path, metadata={"format": FORMAT})
+            with whole_path(path) as part:
+                save_file(tensors, part, metadata={"format": FORMAT})
 
     def load(self, folder):
         """Reads what save wrote in the run's folder."""

@@ -13,6 +13,7 @@ import json
 import kvpolicy as kvp
 import loop
 import torch
+from kvpolicy.whole_file import write_whole
 from spkv import SPKV
 
 
@@ -138,7 +139,7 @@ def main(arguments=None):
     except (ValueError, OSError) as error:
         raise loop.Refused(str(error)) from error
     show(record)
-    (options.out / "probe.json").write_text(json.dumps(record, indent=1) + "\n")
+    write_whole(options.out / "probe.json", json.dumps(record, indent=1) + "\n")
     return record
 
 

@@ -14,6 +14,7 @@ import time
 import kvpolicy as kvp
 import torch
 from kvpolicy.training import attend_with
+from kvpolicy.whole_file import write_whole
 from loop import Ranks, parser_of, train
 from method import Method
 
@@ -146,7 +147,7 @@ def train_grid(arguments=None):
         ranks.end()
     if ranks.rank:
         return rows
-    (options.out / "frontier.json").write_text(json.dumps(rows, indent=1) + "\n")
+    write_whole(options.out / "frontier.json", json.dumps(rows, indent=1) + "\n")
     for number, row in enumerate(rows):
         if number == 0:
             print("".join(f"{name:>10}" for name in row))

@@ -31,6 +31,7 @@ from kvpolicy.scorers import (
     WriteGateScorer,
     mLSTMScorer,
 )
+from kvpolicy.whole_file import whole_path
 
 _FORMAT = "kvpolicy-scorers-1"
 # The names of the widths of keys and values in a file.
@@ -212,7 +213,8 @@ class Scorers(nn.Module):
         sharded = any(hasattr(parameter, "full_tensor") for parameter in self.parameters())
         if sharded and torch.distributed.get_rank() != 0:
             return
-        save_file(tensors, path, metadata={key: str(value) for key, value in metadata.items()})
+        with whole_path(path) as part:
+            save_file(tensors, part, metadata={key: str(value) for key, value in metadata.items()})
 
     def share(self, first, last):
         """The scorers of KV heads `first` up to but not including `last`, with their decay: of one rank that

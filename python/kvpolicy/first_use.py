@@ -17,6 +17,8 @@ from typing import NamedTuple
 
 import torch
 
+from kvpolicy.whole_file import write_whole
+
 # The mask of one policy as a C function. It returns 0, or 1 with the message of an error. Without a workspace
 # it writes the bytes that the call needs.
 _MASK = """
@@ -293,7 +295,7 @@ def _compile(compiler, options, source, path, target):
     whole = hashlib.sha256(unfinished.read_bytes()).hexdigest()
     size = unfinished.stat().st_size
     unfinished.rename(target)
-    target.with_suffix(".sum").write_text(whole, encoding="utf-8")
+    write_whole(target.with_suffix(".sum"), whole)
     print(
         f"kvpolicy: compiled a policy with {os.path.basename(compiler)} in {time.monotonic() - start:.1f} s, "
         f"{size / 1024:.0f} KiB in {target}",

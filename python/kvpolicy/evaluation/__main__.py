@@ -1,6 +1,7 @@
 """python -m kvpolicy.evaluation MODEL: the table of a model on disk."""
 
 import argparse
+import contextlib
 import json
 import pathlib
 import sys
@@ -8,6 +9,7 @@ import sys
 import torch
 
 from kvpolicy import evaluation
+from kvpolicy.whole_file import output_lock, write_whole
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -65,9 +67,12 @@ def _check(options):
 def run(arguments):
     options = _parser().parse_args(arguments)
     _check(options)
-    model, tokenizer = evaluation.load(
-        options.model, dtype=_DTYPES[options.dtype], device=options.device
-    )
+    with output_lock(options.out) if options.out else contextlib.nullcontext():
+        _evaluate(options)
+
+
+def _evaluate(options):
+    model, tokenizer = evaluation.load(options.model, dtype=_DTYPES[options.dtype], device=options.device)
     given = {"tokens": options.tokens, "sequences": options.sequences}
     if options.text:
         given["text"] = pathlib.Path(options.text).read_bytes()
@@ -80,9 +85,7 @@ def run(arguments):
         print(f"{line['label']} at {line['budget'] or 'no'} budget", file=sys.stderr, flush=True)
         if options.out:
             text = json.dumps(found, sort_keys=True, separators=(",", ":")) + "\n"
-            part = pathlib.Path(options.out + ".part")
-            part.write_text(text, encoding="utf-8")
-            part.replace(options.out)
+            write_whole(options.out, text)
 
     found = evaluation.evaluate(
         model,
