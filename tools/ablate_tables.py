@@ -10,6 +10,8 @@ import subprocess
 import sys
 import time
 
+from whole_file import write_whole
+
 ORDER = ['dense', 'streaming', 'keynorm', 'random', 'stride', 'h2o', 'tova',
          'snapkv', 'snapkv-prompt', 'oracle-1', 'oracle-2', 'oracle-4',
          'oracle-inf', 'gated-2']
@@ -269,19 +271,19 @@ class Tables:
         seeds = self.seeds(shipped)
         if seeds:
             text += f'\n**over seeds**\n\n{seeds}'
-        (self.out / 'ablation.md').write_text(text + self.all_groups())
-        (self.out / 'ablation.json').write_text(
-            json.dumps(self.numbers(), indent=1) + '\n')
+        write_whole(self.out / 'ablation.md', text + self.all_groups())
+        write_whole(self.out / 'ablation.json',
+                    json.dumps(self.numbers(), indent=1) + '\n')
         # Those of the host, which measures oracle recall as well.
         whole = self.results(64, host_first=True)
         if whole is None:
             return []
         base = self.out / whole['model']
-        base.with_suffix('.json').write_text(
-            json.dumps(whole, separators=(',', ':')) + '\n')
+        write_whole(base.with_suffix('.json'),
+                    json.dumps(whole, separators=(',', ':')) + '\n')
         head = ('| cache | less | bits per byte | retrieval accuracy |\n'
                 '| --- | ---: | ---: | ---: |\n')
-        base.with_suffix('.md').write_text(head + ''.join(
+        write_whole(base.with_suffix('.md'), head + ''.join(
             f"| {r['policy']} | {100 * r['compression']:.0f}% | "
             f"{r['bits_per_byte']:.3f} | {r['recall_exact']:.2f} |\n"
             for r in whole['results']))
@@ -296,7 +298,8 @@ class Tables:
         """The numbers into benchmarks/results/NAME.json with what they were
         made by, plots into docs/images; tools/results makes the pages."""
         numbers = {**self.numbers(), **provenance(root)}
-        (root / 'benchmarks' / 'results' / f'{name}.json').write_text(
+        write_whole(
+            root / 'benchmarks' / 'results' / f'{name}.json',
             json.dumps(numbers, indent=1, ensure_ascii=False) + '\n')
         for drawn, plot in (('ablation-quality', 'ablation-quality'),
                             ('byte-llama-oracle-recall',

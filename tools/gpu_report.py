@@ -12,6 +12,8 @@ import sys
 import time
 import xml.etree.ElementTree
 
+from whole_file import write_whole
+
 
 def load(folder, name):
     try:
@@ -230,9 +232,7 @@ def main():
         print(f"not reached by the sanitizers' selection: {missed}")
     for stage, result in report["stages"].items():
         print(f"{result:>10}  {stage}")
-    with open(target, "w") as file:
-        json.dump(report, file, indent=1)
-        file.write("\n")
+    write_whole(target, json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -5,6 +5,8 @@ import pathlib
 import sys
 import unicodedata
 
+from whole_file import write_whole
+
 
 def ranges(major):
     found = []
@@ -47,5 +49,5 @@ struct CodeRange {{
 }} // namespace llama
 """
 out = pathlib.Path(__file__).resolve().parent.parent / "examples" / "llama" / "unicode_ranges.hpp"
-out.write_text(text)
+write_whole(out, text)
 print(f"wrote {out.name}: Unicode {unicodedata.unidata_version}")

@@ -36,6 +36,7 @@ import torch
 import transformers
 
 import kvpolicy as kvp
+from kvpolicy.whole_file import write_whole
 
 SHAPE = {
     "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,
@@ -265,8 +266,7 @@ def main():
         last = json.dumps(result["rows"][-1])
         print(f"{time.monotonic() - begin:.1f} s: {last}", file=sys.stderr, flush=True)
         if arguments.out:
-            with open(arguments.out, "w") as file:
-                file.write(json.dumps(result, indent=1) + "\n")
+            write_whole(arguments.out, json.dumps(result, indent=1) + "\n")
 
     wanted = arguments.only
     kinds, batch = policies(arguments.layers), arguments.batch

@@ -19,6 +19,7 @@ from torch import distributed as dist
 
 import kvpolicy as kvp
 from kvpolicy import distributed as kvd
+from kvpolicy.whole_file import write_whole
 
 GROUPS = ("attend", "future_mass", "generate")
 QUERY_HEADS, KV_HEADS, DIM = 32, 8, 128
@@ -107,8 +108,7 @@ class Bench:
         )
         print(text)
         if self.path:
-            with open(self.path, "w") as file:
-                file.write(text + "\n")
+            write_whole(self.path, text + "\n")
 
 
 def both(attend, leaves, gradient):

@@ -36,6 +36,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import kvpolicy as kvp
+from kvpolicy.whole_file import write_whole
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "examples" / "training"))
 
@@ -313,7 +314,7 @@ def main():
     text = json.dumps(result, indent=1)
     print(text, flush=True)
     if arguments.out:
-        pathlib.Path(arguments.out).write_text(text + "\n")
+        write_whole(arguments.out, text + "\n")
 
 
 if __name__ == "__main__":
