@@ -34,6 +34,10 @@ inline isa detected_isa() noexcept {
 /// caller at a time (concurrent callers wait for each other); make one per thread that decodes on its own.
 /// Results do not depend on the number of threads. A call made from inside a parallel_for of the same object
 /// runs on the calling thread alone.
+///
+/// fork(): a child has no threads but the one that forked. A context that it inherits stays valid; its calls
+/// run on the calling thread alone, with the same results, and it can be destroyed. A context that the child
+/// makes has threads. A child that was forked from inside a parallel_for body must not return from it.
 class host {
   public:
     /// `threads` >= 1 counts the caller; 0 takes all hardware threads. `set` may only lower the instruction
