@@ -46,6 +46,19 @@ struct StepIO {
 template <class T>
 using step_io = std::type_identity_t<StepIO<T>>;
 
+/// What a cache does with a token that its scorer cannot take: a key or value that is NaN or infinite, of a
+/// policy whose scorer keeps a state (mLSTM) or reads neighbors (convolution), and a NaN score of any policy.
+/// Policies that rank keys by attention refuse such keys and queries in any case on the host.
+enum class bad_token : std::uint8_t {
+    /// The host refuses the call, naming the token, before anything is written; with a `status` it does as
+    /// `drop`. A device cannot refuse what lies in its memory, and does as `drop`.
+    refuse,
+    /// The token is stored, and later queries see it. Its update of the scorer's state is skipped. Its own
+    /// score is NaN, and so are those that a convolution makes of it (of 6 keys on either side): such keys
+    /// rank last, and their gates are closed. status_nan_score is set in the call in which that score becomes known.
+    drop
+};
+
 /// Options of calls on a cache and its layers.
 struct StepOptions {
     /// One word per entry (one word alone for fork and restore, and for reorder), OR-ed into, in the
@@ -53,6 +66,13 @@ struct StepOptions {
     /// status_layer_skipped, and refuses everything else that a device reports; without `status` it refuses
     /// these three as well, before anything is written. A device never refuses what lies in device memory.
     std::uint32_t* status = nullptr;
+    /// Of all calls of a sequence: once a token was dropped, later calls meet its NaN score.
+    bad_token bad_tokens = bad_token::refuse;
+
+    /// Whether the host refuses bad tokens.
+    [[nodiscard]] bool refuses_bad_tokens() const {
+        return status == nullptr && bad_tokens == bad_token::refuse;
+    }
 };
 
 /// The most entries of a call, and the most tokens of an entry, that a workspace is asked for.

@@ -259,7 +259,7 @@ TEST_CASE(
     CHECK(same);
 }
 
-TEST_CASE("windows below 13, and NaN in a neighbor, are refused with nothing changed") {
+TEST_CASE("windows below 13, and NaN in a token, are refused with nothing changed") {
     const Weights weights;
     const std::int32_t windows[] = {13, 12};
     const Budget narrow{Sink<>{0}, Window<>{per_head(windows, 1, 2)}, TopKBudget<>{3}, weights.scorer(0)};
@@ -280,13 +280,12 @@ TEST_CASE("windows below 13, and NaN in a neighbor, are refused with nothing cha
                 cache.cache.advance(ctx, {.count = 1});
             }
             const auto before = test::content_of(cache.cache.layer(0), 0);
-            // Token 14 is the first that sees token 20.
             CHECK_REFUSED(in.run<Budget>(ctx, cache.cache.layer(0), {.count = 1}, 20, 1, true),
-                          "score of entry 0, head 1, position 14: NaN");
+                          "value of entry 0, head 1, position 20: NaN");
             CHECK(test::content_of(cache.cache.layer(0), 0) == before);
         } else {
             CHECK_REFUSED(in.run<Budget>(ctx, cache.cache.layer(0), {.count = 1, .length = 30}, 0, 30, false),
-                          "score of entry 0, head 1, position 14: NaN");
+                          "value of entry 0, head 1, position 20: NaN");
             CHECK(cache.cache.length(0) == 0);
             CHECK(cache.cache.usage(0, 0, 1).long_range == 0);
         }

@@ -72,7 +72,7 @@ void append(const host& ctx, const Ref<P, T>& cache, const step_io<T>& io, works
     namespace hb = host_backend;
     const hb::layer_call call =
         hb::checked_single_call(cache, io, "null in append, whose entries have one token",
-                                "append takes one token; append_chunk more", options.status, false);
+                                "append takes one token; append_chunk more", options, false);
     const Batch& batch = call.batch;
     checks::check_workspace(workspace, append_workspace_bytes(ctx, cache, {.batch = batch.count}));
     std::byte* const begin = detail::aligned(workspace.data);
@@ -84,7 +84,7 @@ void append(const host& ctx, const Ref<P, T>& cache, const step_io<T>& io, works
         std::byte* const pages = begin + hb::hidden_bytes(ctx, cache, batch.count, call.max_tokens);
         const hb::scored_step<Ref<P, T>, T> one(ctx, cache, batch, io.k, io.v,
                                                 pages + hb::admission_bytes(cache, batch.count));
-        hb::mark_appended(cache, one.run(io.q, pages, options.status, scored));
+        hb::mark_appended(cache, one.run(io.q, pages, options, scored));
     }
 }
 
@@ -95,15 +95,14 @@ void append_chunk(const host& ctx, const Ref<P, T>& cache, const step_io<T>& io,
     static_assert(!P::observed,
                   "kvpolicy: append_chunk takes a policy whose scores do not change with every query");
     namespace hb = host_backend;
-    const hb::layer_call call =
-        hb::checked_call(cache, io, io.k.length, "the length of k", options.status, false);
+    const hb::layer_call call = hb::checked_call(cache, io, io.k.length, "the length of k", options, false);
     const std::int32_t count = call.batch.count, longest = call.max_tokens;
     checks::check_workspace(workspace,
                             append_workspace_bytes(ctx, cache, {.batch = count, .tokens = longest}));
     std::byte* const begin = detail::aligned(workspace.data);
     const detail::step_extras scored = hb::with_scores(ctx, cache, call.batch, longest, call.extras, begin);
     hb::prefill_scored(ctx, cache, call.batch, longest, io.q, io.k, io.v, io.out,
-                       begin + hb::hidden_bytes(ctx, cache, count, longest), options.status, scored, false);
+                       begin + hb::hidden_bytes(ctx, cache, count, longest), options, scored, false);
 }
 
 template <class Dims, class P, Storage T, template <class, class> class Ref>
@@ -118,7 +117,7 @@ void chunk_expiry(const host& ctx, const Ref<P, T>& cache, const step_io<T>& io,
         checks::check_workspace(
             workspace, append_workspace_bytes(ctx, cache, {.batch = batch.count, .tokens = longest}));
         const hb::chunk_pass<Ref<P, T>> pass(ctx, cache, longest, detail::aligned(workspace.data) + before);
-        pass.decide(batch, source(), options.status);
+        pass.decide(batch, source(), options);
         hb::write_expiry(cache, pass, batch, expiry, edges);
     };
     if (io.k.data == nullptr) {
@@ -128,8 +127,7 @@ void chunk_expiry(const host& ctx, const Ref<P, T>& cache, const step_io<T>& io,
         decide(batch, longest, nullptr, 0, [&] { return hb::spare_source(cache, batch); });
         return;
     }
-    const hb::layer_call call =
-        hb::checked_call(cache, io, io.k.length, "the length of k", options.status, false);
+    const hb::layer_call call = hb::checked_call(cache, io, io.k.length, "the length of k", options, false);
     const Batch& batch = call.batch;
     const std::int32_t longest = call.max_tokens;
     hb::check_expiry(cache, batch, hb::size_of_tensors(batch, longest, io.cu_seqlens), expiry);

@@ -5,6 +5,7 @@
 #include <kvpolicy/caches/host/select.hpp>
 #include <kvpolicy/caches/layer_ref.hpp>
 #include <kvpolicy/core/check.hpp>
+#include <kvpolicy/core/finite_rows.hpp>
 #include <kvpolicy/core/status.hpp>
 #include <kvpolicy/policies/ranking.hpp>
 #include <kvpolicy/policies/scorer_concept.hpp>
@@ -117,17 +118,55 @@ void check_attention(const Cache& cache, const tensor_size& size, const IO& io) 
     checks::check_lse(io.lse, size.count, heads, size.rows);
 }
 
-/// Keys and values of a chunk, and what comes with them. With a `status` a NaN score is no fault of the
-/// arguments: the call reports it, as a device does.
+/// Whether what a token brings reaches the scores of other tokens: by a state, or as their neighbor.
+template <class P>
+constexpr bool scores_depend_on_others() {
+    if constexpr (P::ranked) {
+        return P::scorer_type::when == score_time::on_leaving ||
+               P::scorer_type::when == score_time::in_window;
+    } else {
+        return false;
+    }
+}
+
+/// Refuses tokens whose key or value is NaN or infinite.
+template <class Cache, class T>
+void check_finite_tokens(const Cache& cache, const Batch& batch, rows_view<const T> k, rows_view<const T> v,
+                         const std::int32_t* edges) {
+    for (std::int32_t i = 0; i < batch.count; ++i) {
+        const rows_view<const T> keys = entry_rows(k, edges, i), values = entry_rows(v, edges, i);
+        for (std::int32_t h = 0; h < cache.kv_heads; ++h) {
+            for (std::int32_t j = 0; j < batch.tokens(i); ++j) {
+                const bool key = checks::finite_row(keys.row(i, h, j), cache.head_dim_qk);
+                if (!key || !checks::finite_row(values.row(i, h, j), cache.head_dim_vo)) [[unlikely]] {
+                    detail::refuse(detail::text(key ? "value" : "key", " of entry ", i, ", head ", h,
+                                                ", position ", cache.length[batch.seq(i)] + j)
+                                       .c_str(),
+                                   "NaN or infinite",
+                                   "finite numbers, since the scores of other keys depend on them; "
+                                   "bad_token::drop skips such a token");
+                }
+            }
+        }
+    }
+}
+
+/// Keys and values of a chunk, and what comes with them. Where the call does not refuse bad tokens they are
+/// no fault of the arguments: the call reports them, as a device does.
 template <class Cache, class T>
 void check_chunk(const Cache& cache, const Batch& batch, const tensor_size& size, std::int32_t longest,
                  rows_view<const T> k, rows_view<const T> v, const detail::step_extras& extras,
-                 const std::uint32_t* status) {
+                 const StepOptions& options) {
     using P = typename Cache::policy_type;
     const std::int32_t count = size.count, rows = size.rows;
     checks::check_rows("k", k, count, cache.kv_heads, rows, cache.head_dim_qk);
     checks::check_rows("v", v, count, cache.kv_heads, rows, cache.head_dim_vo);
     checks::check_scores_wanted<P>(extras);
+    if constexpr (scores_depend_on_others<P>()) {
+        if (options.refuses_bad_tokens()) {
+            check_finite_tokens(cache, batch, k, v, extras.cu_seqlens);
+        }
+    }
     if constexpr (P::ranked && P::scorer_type::when == score_time::from_hidden) {
         if (longest != 0) {
             checks::check_hidden("io.hidden", extras.hidden, count, rows, cache.scorer.hidden_width());
@@ -142,7 +181,7 @@ void check_chunk(const Cache& cache, const Batch& batch, const tensor_size& size
             detail::refuse("io.scores", detail::text(scores.batch, " x ", scores.heads, " x ", scores.length),
                            detail::text(count, " x ", cache.kv_heads, " x at least ", rows));
         }
-        for (std::int32_t i = 0; status == nullptr && i < batch.count; ++i) {
+        for (std::int32_t i = 0; options.refuses_bad_tokens() && i < batch.count; ++i) {
             for (std::int32_t h = 0; h < cache.kv_heads; ++h) {
                 const float* score = entry_plane(scores, extras.cu_seqlens, i).head(i, h);
                 // The score of a sink, or of a key that is kept by position, is never read.
@@ -163,12 +202,14 @@ void check_chunk(const Cache& cache, const Batch& batch, const tensor_size& size
 /// reads, 0 for a NaN; else the score itself.
 inline float stored_score(float given, bool sink) { return sink && std::isnan(given) ? 0.0f : given; }
 
-/// The key at `position` of an entry has a score that is NaN: sets status_nan_score, or refuses it where the
-/// call has no status. A key that is kept for its position is not ranked, so its score is not refused.
+/// The key at `position` of an entry has a score that is NaN: sets status_nan_score, or
+/// refuses it where the call does. A key that is kept for its position is not ranked, so its score is not
+/// refused.
 template <class Cache>
 void report_nan_score(const Cache& cache, std::int32_t entry, std::int32_t head, position_t position,
-                      std::uint32_t* status) {
-    if (checks::reported(status, entry, status_nan_score) || cache.keep.keeps(position)) {
+                      const StepOptions& options) {
+    if (checks::reported(options.status, entry, status_nan_score) || !options.refuses_bad_tokens() ||
+        cache.keep.keeps(position)) {
         return;
     }
     constexpr bool given = Cache::policy_type::scorer_type::when == score_time::given;

@@ -18,10 +18,10 @@ struct layer_call {
 };
 
 /// Checks it all; where a call does not attend, not io.out and io.lse, and io.q only if the policy keeps
-/// queries. An entry may bring at most `most` tokens, which `max_name` names. `status` is the call's.
+/// queries. An entry may bring at most `most` tokens, which `max_name` names. `options` are the call's.
 template <class Cache, class IO>
 layer_call checked_call(const Cache& cache, const IO& io, std::int32_t most, const char* max_name,
-                        const std::uint32_t* status, bool attends = true) {
+                        const StepOptions& options, bool attends = true) {
     check_on_host(cache);
     layer_call call{attends ? checks::batch_of(io) : checks::batch_of(io, io.k, "k.batch"),
                     detail::extras_of(io), 0};
@@ -32,7 +32,7 @@ layer_call checked_call(const Cache& cache, const IO& io, std::int32_t most, con
     } else if (Cache::policy_type::has_eviction) {  // keeps queries
         checks::check_rows("q", io.q, size.count, cache.kv_heads * cache.group, size.rows, cache.head_dim_qk);
     }
-    check_chunk(cache, call.batch, size, call.max_tokens, io.k, io.v, call.extras, status);
+    check_chunk(cache, call.batch, size, call.max_tokens, io.k, io.v, call.extras, options);
     check_appended(cache, call.batch);
     check_max_seq_len(cache, call.batch);
     return call;
@@ -41,9 +41,9 @@ layer_call checked_call(const Cache& cache, const IO& io, std::int32_t most, con
 /// The same of a call whose entries bring one token each, and so no edges: `why` says so.
 template <class Cache, class IO>
 layer_call checked_single_call(const Cache& cache, const IO& io, const char* why, const char* max_name,
-                               const std::uint32_t* status, bool attends = true) {
+                               const StepOptions& options, bool attends = true) {
     detail::require(io.cu_seqlens == nullptr, "io.cu_seqlens", "given", why);
-    return checked_call(cache, io, 1, max_name, status, attends);
+    return checked_call(cache, io, 1, max_name, options, attends);
 }
 
 }  // namespace kvpolicy::host_backend

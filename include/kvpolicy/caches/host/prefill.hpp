@@ -410,10 +410,10 @@ class chunk_pass {
         host_backend::for_each_head(ctx_, cache_.kv_heads, batch, visit);
     }
 
-    /// Fills the plans of all heads; reports NaN scores in `status`, or refuses them where it is null.
+    /// Fills the plans of all heads; reports NaN scores, or refuses them where the call does.
     /// source(i, h) says where the tokens of a head are.
     template <class Source>
-    void decide(const Batch& batch, const Source& source, std::uint32_t* status) const {
+    void decide(const Batch& batch, const Source& source, const StepOptions& options) const {
         for_each_head(batch, [&](std::int32_t i, std::int32_t h, int thread) {
             const chunk_source<T> from = source(i, h);
             const chunk_plan mine = plan(i, h);
@@ -422,16 +422,16 @@ class chunk_pass {
                                      scratch_ + static_cast<std::size_t>(thread) * thread_bytes_)
                 .run(from.scores);
         });
-        report_nan(batch, status);
+        report_nan(batch, options);
     }
 
     /// Refused from here and not from a task: without exceptions a handler may jump out of the call.
-    void report_nan(const Batch& batch, std::uint32_t* status) const {
+    void report_nan(const Batch& batch, const StepOptions& options) const {
         for (std::int32_t i = 0; i < batch.count; ++i) {
             for (std::int32_t h = 0; batch.tokens(i) != 0 && h < cache_.kv_heads; ++h) {
                 const position_t bad = plan(i, h).counts->bad;
                 if (bad >= 0) {
-                    report_nan_score(cache_, i, h, bad, status);
+                    report_nan_score(cache_, i, h, bad, options);
                 }
             }
         }
@@ -514,12 +514,12 @@ namespace host_backend {
 template <class Cache, class T>
 void prefill_scored(const host& ctx, const Cache& cache, const Batch& batch, std::int32_t longest,
                     rows_view<const T> q, rows_view<const T> k, rows_view<const T> v, rows_view<T> out,
-                    std::byte* start, std::uint32_t* status, const detail::step_extras& extras,
+                    std::byte* start, const StepOptions& options, const detail::step_extras& extras,
                     bool attends = true) {
     const chunk_pass<Cache> pass(ctx, cache, longest, start + admission_bytes(cache, batch.count));
     const auto source = tensor_source(k, v, extras, !reads_hidden<typename Cache::policy_type>);
-    pass.decide(batch, source, status);
-    const Batch admitted = admit(cache, batch, status, start, [&](std::int32_t i, std::int32_t h) {
+    pass.decide(batch, source, options);
+    const Batch admitted = admit(cache, batch, options.status, start, [&](std::int32_t i, std::int32_t h) {
         return pass.rows_after(batch, i, h);
     });
     if (attends) {
@@ -546,7 +546,7 @@ requires CacheRef<Ref<P, T>>
 void prefill(const host& ctx, const Ref<P, T>& cache, const step_io<T>& io, workspace_view workspace,
              const StepOptions& options) {
     namespace hb = host_backend;
-    const hb::layer_call call = hb::checked_call(cache, io, io.q.length, "the length of q", options.status);
+    const hb::layer_call call = hb::checked_call(cache, io, io.q.length, "the length of q", options);
     const Batch& batch = call.batch;
     const detail::step_extras& extras = call.extras;
     const std::int32_t longest = call.max_tokens;
@@ -559,8 +559,7 @@ void prefill(const host& ctx, const Ref<P, T>& cache, const step_io<T>& io, work
     } else {
         const detail::step_extras scored = hb::with_scores(ctx, cache, batch, longest, extras, begin);
         hb::prefill_scored(ctx, cache, batch, longest, io.q, io.k, io.v, io.out,
-                           begin + hb::hidden_bytes(ctx, cache, batch.count, longest), options.status,
-                           scored);
+                           begin + hb::hidden_bytes(ctx, cache, batch.count, longest), options, scored);
     }
 }
 

@@ -72,7 +72,7 @@ void append_draft(const host& ctx, const Ref<P, T>& cache, const step_io<T>& io,
     const bool attends = io.out.data != nullptr;
     const hb::layer_call call =
         hb::checked_call(cache, io, cache.max_draft_tokens,
-                         "the cache's max_draft_tokens, CacheShape::draft tokens", options.status, attends);
+                         "the cache's max_draft_tokens, CacheShape::draft tokens", options, attends);
     const Batch& batch = call.batch;
     checks::check_workspace(workspace,
                             workspace_bytes(ctx, cache, {.batch = batch.count, .tokens = call.max_tokens}));
@@ -82,7 +82,7 @@ void append_draft(const host& ctx, const Ref<P, T>& cache, const step_io<T>& io,
     const hb::chunk_pass<Ref<P, T>> pass(ctx, cache, call.max_tokens,
                                          begin + hb::hidden_bytes(ctx, cache, batch.count, call.max_tokens));
     const auto source = hb::tensor_source(io.k, io.v, scored, !hb::reads_hidden<P>);
-    pass.decide(batch, source, options.status);
+    pass.decide(batch, source, options);
     if (attends) {
         pass.attend(batch, io.q, source, io.out, scored);
     }
@@ -124,7 +124,7 @@ void accept(const host& ctx, const Ref<P, T>& cache, const Batch& batch, workspa
     std::byte* const start = detail::aligned(workspace.data);
     const hb::chunk_pass<Ref<P, T>> pass(ctx, cache, longest, start + hb::admission_bytes(cache, all.count));
     const auto source = hb::spare_source(cache, all);
-    pass.decide(all, source, options.status);
+    pass.decide(all, source, options);
     const Batch admitted = hb::admit(cache, all, options.status, start, [&](std::int32_t i, std::int32_t h) {
         return pass.rows_after(all, i, h);
     });

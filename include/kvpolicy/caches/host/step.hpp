@@ -38,19 +38,19 @@ class scored_step {
     }
 
     /// Returns the entries that found their pages; `pages` is the memory of admit().
-    Batch run(rows_view<const T> q, std::byte* pages, std::uint32_t* status,
+    Batch run(rows_view<const T> q, std::byte* pages, const StepOptions& options,
               const detail::step_extras& extras) const {
         if constexpr (P::ranked) {
             score(extras);
-            if (status == nullptr) {
-                report_nan(batch_, nullptr);
+            if (options.status == nullptr) {
+                report_nan(batch_, options);
             }
         }
-        const Batch admitted = admit(cache_, batch_, status, pages,
+        const Batch admitted = admit(cache_, batch_, options.status, pages,
                                      [&](std::int32_t i, std::int32_t h) { return rows_after(i, h); });
         if constexpr (P::ranked) {
-            if (status != nullptr) {  // an entry that is left alone has no score yet
-                report_nan(admitted, status);
+            if (options.status != nullptr) {  // an entry that is left alone has no score yet
+                report_nan(admitted, options);
             }
         }
         for_each_head(ctx_, cache_.kv_heads, admitted,
@@ -78,11 +78,11 @@ class scored_step {
 
     /// Reports NaN scores of the entries of `batch` that bring tokens, or refuses them without a status: from
     /// here and not from a task, since without exceptions a handler may jump out of the call.
-    void report_nan(const Batch& batch, std::uint32_t* status) const {
+    void report_nan(const Batch& batch, const StepOptions& options) const {
         for (std::int32_t i = 0; i < batch.count; ++i) {
             for (std::int32_t h = 0; batch.tokens(i) != 0 && h < cache_.kv_heads; ++h) {
                 if (const position_t bad = task(i, h).found->bad; bad >= 0) {
-                    report_nan_score(cache_, i, h, bad, status);
+                    report_nan_score(cache_, i, h, bad, options);
                 }
             }
         }
@@ -153,9 +153,9 @@ class scored_step {
 template <class Cache, class T>
 void step_scored(const host& ctx, const Cache& cache, const Batch& batch, rows_view<const T> q,
                  rows_view<const T> k, rows_view<const T> v, rows_view<T> out, std::byte* start,
-                 std::uint32_t* status, const detail::step_extras& extras) {
+                 const StepOptions& options, const detail::step_extras& extras) {
     const scored_step<Cache, T> one(ctx, cache, batch, k, v, start + admission_bytes(cache, batch.count));
-    const Batch admitted = one.run(q, start, status, extras);
+    const Batch admitted = one.run(q, start, options, extras);
     attend_rows(ctx, cache, admitted, q, out, extras.lse, 1, one.rest());
     mark_appended(cache, admitted);
     clear_refused(cache, batch, admitted, out, extras.lse);
@@ -169,7 +169,7 @@ void step(const host& ctx, const Ref<P, T>& cache, const step_io<T>& io, workspa
           const StepOptions& options) {
     namespace hb = host_backend;
     const auto call = hb::checked_single_call(cache, io, "null in a step, whose entries have one token",
-                                              "a step takes one token; prefill takes chunks", options.status);
+                                              "a step takes one token; prefill takes chunks", options);
     const auto& batch = call.batch;
     const auto& extras = call.extras;
     const auto longest = call.max_tokens;
@@ -181,7 +181,7 @@ void step(const host& ctx, const Ref<P, T>& cache, const step_io<T>& io, workspa
     } else {
         const detail::step_extras scored = hb::with_scores(ctx, cache, batch, longest, extras, begin);
         hb::step_scored(ctx, cache, batch, io.q, io.k, io.v, io.out,
-                        begin + hb::hidden_bytes(ctx, cache, batch.count, longest), options.status, scored);
+                        begin + hb::hidden_bytes(ctx, cache, batch.count, longest), options, scored);
     }
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <kvpolicy/core/check.hpp>
+#include <kvpolicy/core/finite_rows.hpp>
 #include <kvpolicy/core/workspace.hpp>
 #include <kvpolicy/policies/scorer_concept.hpp>
 
@@ -16,6 +17,12 @@ void convert_row(const T* row, std::int32_t dim, float* out) {
     for (std::int32_t d = 0; d < dim; ++d) {
         out[d] = static_cast<float>(row[d]);
     }
+}
+
+/// Whether no number of a key and its value is NaN or infinite.
+template <class T>
+bool finite_token(const T* k, std::int32_t head_dim_qk, const T* v, std::int32_t head_dim_vo) {
+    return checks::finite_row(k, head_dim_qk) && checks::finite_row(v, head_dim_vo);
 }
 
 /// Reads rows as fp32 for a scorer: one token at a time, blocks of them where the scorer takes blocks, or
@@ -82,7 +89,11 @@ class scorer_input {
                                static_cast<const float*>(v_), scores + begin, scratch_, set_);
         }
     }
+    /// A token that is not finite leaves the state as it is.
     void absorb(float* state, const T* k, const T* v) {
+        if (!finite_token(k, head_dim_qk_, v, head_dim_vo_)) {
+            return;
+        }
         load(k, v, 0);
         if constexpr (requires { scorer_.absorb(head_, state, k_, v_, scratch_, set_); }) {
             scorer_.absorb(head_, state, k_, v_, scratch_, set_);
