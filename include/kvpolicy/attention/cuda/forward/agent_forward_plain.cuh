@@ -8,6 +8,7 @@
 #include <kvpolicy/attention/cuda/key_frame.cuh>
 #include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/core/types.hpp>
+#include <kvpolicy/cuda/primitives/rounded.cuh>
 #include <kvpolicy/cuda/primitives/warp.cuh>
 
 #include <cstdint>
@@ -44,7 +45,7 @@ __device__ __forceinline__ T plain_logit(const attention_params<S>& params, cons
     for (std::int32_t d = 0; d < params.q.dim; ++d) {
         logit += static_cast<T>(q[d]) * static_cast<T>(k[d]);
     }
-    logit *= scale;
+    logit = rounded_product(logit, scale);
     if (logits_soft_cap > T(0)) {
         logit = logits_soft_cap * tanh(logit / logits_soft_cap);
     }

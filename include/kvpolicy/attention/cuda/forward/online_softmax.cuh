@@ -80,12 +80,17 @@ __device__ inline void hide(float (&s)[N], const key_notes<Keys, Biased>& notes,
 
 /// The running softmax of two rows. The sums are this lane's share until finish(). `max` is what weights are
 /// relative to.
+///
+/// A weight is 2^(s slope - max slope), in one fused operation, whose second term is rounded: by up to half a
+/// unit in its last place, which is a factor of the weight. Beyond max_reference `max` is subtracted before
+/// the product with slope, so that the largest weight is 1 for every finite logit.
 struct online_softmax {
-    static constexpr float slack = 8.0f;  // in units of log 2
+    static constexpr float slack = 8.0f;             // in units of log 2
+    static constexpr float max_reference = 0x1p13f;  // of units of log 2: a factor of up to 1 +- 2^-12
 
     float max[2] = {minus_infinity(), minus_infinity()};
     float sum[2] = {0.0f, 0.0f};
-    bool has_reference = false;  // both rows of all the warp's lanes have seen something
+    bool has_reference = false;  // both rows of all the warp's lanes have a reference that is near 0
 
     /// As take() where all rows have a reference, without looking for a larger logit: weights are relative to
     /// the `max` that is there. False where some would be so large that fp16 might not hold it, or not a
@@ -141,18 +146,34 @@ struct online_softmax {
                 sum[r] *= decay[r];
             }
         }
+        float reference[2] = {max[0] == minus_infinity() ? 0.0f : max[0] * slope,
+                              max[1] == minus_infinity() ? 0.0f : max[1] * slope};
+        const bool near = fabsf(reference[0]) < max_reference && fabsf(reference[1]) < max_reference;
         if (!has_reference) {
             has_reference =
-                __all_sync(all_lanes, max[0] > minus_infinity() && max[1] > minus_infinity()) != 0;
+                __all_sync(all_lanes, near && max[0] > minus_infinity() && max[1] > minus_infinity()) != 0;
         }
-        const float reference[2] = {max[0] == minus_infinity() ? 0.0f : max[0] * slope,
-                                    max[1] == minus_infinity() ? 0.0f : max[1] * slope};
+        if (!near) {
+            subtract_max(s, reference);
+        }
 #pragma unroll
         for (int i = 0; i < N; ++i) {
             s[i] = fast_exp2(fmaf(s[i], slope, -reference[(i / 2) % 2]));
             sum[(i / 2) % 2] += s[i];
         }
         return moves;
+    }
+
+    /// s - max, for rows that have seen something; weights are relative to 0 then.
+    template <int N>
+    __device__ void subtract_max(float (&s)[N], float (&reference)[2]) const {
+        const float from[2] = {max[0] == minus_infinity() ? 0.0f : max[0],
+                               max[1] == minus_infinity() ? 0.0f : max[1]};
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+            s[i] -= from[(i / 2) % 2];
+        }
+        reference[0] = reference[1] = 0.0f;
     }
 
     /// After the last block: what the rows' outputs are multiplied by, and their log-sum-exps (natural).

@@ -4,6 +4,7 @@
 #include <kvpolicy/attention/cuda/received_mass/mass_tile.cuh>
 #include <kvpolicy/attention/cuda/received_mass/received_mass_params.cuh>
 #include <kvpolicy/core/cuda_config.cuh>
+#include <kvpolicy/cuda/primitives/rounded.cuh>
 #include <kvpolicy/cuda/primitives/warp.cuh>
 
 #include <cstdint>
@@ -98,7 +99,7 @@ struct agent_counted_lse {
             C most[2] = {top[m][0], top[m][1]}, part[2] = {C(0), C(0)};
 #pragma unroll
             for (int i = 0; i < width; ++i) {
-                s[m][i] *= scale;
+                s[m][i] = rounded_product(s[m][i], scale);
                 if constexpr (Masked) {
                     const std::int32_t j = column + mass_tile_column(i);
                     const bool seen = j < keys && (!params.own || j - before <= first + mass_tile_row(m, i));

@@ -58,8 +58,8 @@ struct output_columns {
         }
         if constexpr (scored_by_steps<typename Launch::Scorer>) {
             if (column == 0 && call.writes) {
-                call.observed.put_lse(std::int64_t{entry} * call.cache.kv_heads * call.cache.group + head,
-                                      top, sum);
+                call.observed.put_total(std::int64_t{entry} * call.cache.kv_heads * call.cache.group + head,
+                                        top, sum);
             }
         }
         if (column == 0 && call.lse) {

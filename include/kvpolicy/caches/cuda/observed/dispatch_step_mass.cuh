@@ -23,7 +23,7 @@ void lay_out_logits(step_logits<Compute>& logits, workspace_parts& parts, std::i
     logits.rows = rows;
     logits.stride = group + group % 2;
     logits.logit = parts.take<Compute>(count * kv_heads * rows * logits.stride);
-    logits.lse = parts.take<Compute>(count * kv_heads * group);
+    logits.total = parts.take<logit_total<Compute>>(count * kv_heads * group);
     logits.after = parts.take<step_rows>(count * kv_heads);
 }
 

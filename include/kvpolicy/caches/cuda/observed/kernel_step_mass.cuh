@@ -75,12 +75,12 @@ __device__ void finish_observe(const Params& call, std::int32_t entry, std::int3
 
 /// Makes scores of the masses of a query: last launch of a decode step of an observed policy, and observe().
 ///
-///     mass(t) = agg over the G query heads of 2^(logit[t, g] - lse[g])          (step_logits)
+///     mass(t) = agg over the G query heads of 2^(logit[t, g] - largest[g]) inverse[g]   (step_logits)
 ///     mass(t) = the caller's                                                    (given_masses)
 ///     with whole_layer the mean of that over the KV heads
 ///     score(t) = mass(t), or with accumulate score(t) + mass(t)
 ///
-/// for all entries t of a head after the step, its new token's too. A query head whose lse is NaN (a query or
+/// for all entries t of a head after the step, its new token's too. A query head whose sum is NaN (a query or
 /// key that is not finite, logits beyond fp32) gives no mass and sets status_nan_score; so does a given mass
 /// that is no number of 0 or more.
 ///
@@ -88,7 +88,7 @@ __device__ void finish_observe(const Params& call, std::int32_t entry, std::int3
 /// records of top-k slots. Block: mass_warps warps, each with one KV head at a time; with whole_layer they
 /// share all heads of the layer. Shared memory: a mass per warp and row of a tile.
 ///
-/// In: logits (step_logits: logit [count, Hkv, rows, stride], lse [count, Hq], after [count, Hkv]), or mass
+/// In: logits (step_logits: logit [count, Hkv, rows, stride], total [count, Hq], after [count, Hkv]), or mass
 /// [count, Hkv, rows] fp32 in the order of rows, lengths, num_long_range and appended.
 /// Overwrites: scores of entries [used] fp32; tile_victims [tiles of top-k slots] int32: the slot of the key
 /// of the tile that is evicted first; victim, in observe(). status [count] is OR-ed. Entries that took no

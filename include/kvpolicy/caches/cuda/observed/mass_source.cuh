@@ -69,8 +69,8 @@ struct head_masses;
 template <class Compute>
 struct head_masses<step_logits<Compute>> {
     using Pair = logit_pair<Compute>;
-    const Compute* lse;    // [G]
-    const Compute* logit;  // [rows, stride]
+    const logit_total<Compute>* total;  // [G]
+    const Compute* logit;               // [rows, stride]
     std::int32_t stride, group;
     bool mean;
 
@@ -79,7 +79,7 @@ struct head_masses<step_logits<Compute>> {
                            std::int32_t head)
         : stride(logits.stride), group(cache.group), mean(logits.mean) {
         const std::int64_t pair = std::int64_t{entry} * cache.kv_heads + head;
-        lse = logits.lse + pair * group;
+        total = logits.total + pair * group;
         logit = logits.logit + pair * logits.rows * stride;
     }
 
@@ -98,14 +98,15 @@ struct head_masses<step_logits<Compute>> {
 #pragma unroll 2
         for (std::int32_t g = 0; g < group; g += 2) {
             const bool both = g + 1 < group;
-            const Compute x_lse = lse[g], y_lse = lse[both ? g + 1 : g];
-            const bool x_counts = x_lse == x_lse, y_counts = both && y_lse == y_lse;
+            const logit_total<Compute> x_all = total[g], y_all = total[both ? g + 1 : g];
+            const bool x_counts = x_all.inverse == x_all.inverse,
+                       y_counts = both && y_all.inverse == y_all.inverse;
             bad |= !x_counts || (both && !y_counts);
 #pragma unroll
             for (int i = 0; i < each; ++i) {
                 const Pair pair = *reinterpret_cast<const Pair*>(from[i] + g);
-                const Compute x = x_counts ? step_weight(pair.x - x_lse) : Compute(0),
-                              y = y_counts ? step_weight(pair.y - y_lse) : Compute(0);
+                const Compute x = x_counts ? step_weight(pair.x - x_all.largest) * x_all.inverse : Compute(0),
+                              y = y_counts ? step_weight(pair.y - y_all.largest) * y_all.inverse : Compute(0);
                 mass[i] = mean ? mass[i] + x + y : fmax(mass[i], fmax(x, y));
             }
         }

@@ -55,6 +55,14 @@ struct logit_rows {
     }
 };
 
+/// What makes weights of a query head's logits: 2^(logit - largest) inverse. Their log-sum-exp in one number
+/// would not do: beyond 2^24 it holds the largest logit alone.
+template <class Compute>
+struct alignas(2 * sizeof(Compute)) logit_total {
+    Compute largest;  // +inf where the query sees nothing
+    Compute inverse;  // of the sum of 2^(logit - largest); NaN where a logit is NaN
+};
+
 /// What a step did to a head.
 struct alignas(16) step_rows {
     std::int32_t used;  // rows in use after it; 0: the entry took no token
@@ -67,11 +75,11 @@ struct alignas(16) step_rows {
 template <class Compute>
 struct step_logits {
     using compute = Compute;
-    Compute* logit = nullptr;    // [count, Hkv, rows, stride]
-    Compute* lse = nullptr;      // [count, Hq]; +inf where a query sees nothing, NaN where a logit is NaN
-    step_rows* after = nullptr;  // [count, Hkv]
-    std::int64_t rows = 0;       // the most that a head can have
-    std::int32_t stride = 0;     // query heads of a group, rounded up to an even number
+    Compute* logit = nullptr;               // [count, Hkv, rows, stride]
+    logit_total<Compute>* total = nullptr;  // [count, Hq]
+    step_rows* after = nullptr;             // [count, Hkv]
+    std::int64_t rows = 0;                  // the most that a head can have
+    std::int32_t stride = 0;                // query heads of a group, rounded up to an even number
     // How they become scores.
     bool accumulate = true;    // else a mass takes the place of a score
     bool mean = true;          // of a group's query heads; else the largest
@@ -84,8 +92,10 @@ struct step_logits {
         return {logit + pair * rows * stride + first, stride, heads};
     }
     /// By one thread, with the largest logit and the sum of 2^(logit - largest) of query head `head`.
-    __device__ void put_lse(std::int64_t head, Compute largest, Compute sum) const {
-        lse[head] = sum == Compute(0) ? static_cast<Compute>(INFINITY) : largest + log2(sum);
+    __device__ void put_total(std::int64_t head, Compute largest, Compute sum) const {
+        const bool nothing = sum == Compute(0);
+        total[head] = {nothing ? static_cast<Compute>(INFINITY) : largest,
+                       nothing ? Compute(0) : Compute(1) / sum};
     }
 };
 

@@ -7,6 +7,7 @@
 #include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/core/types.hpp>
 #include <kvpolicy/cuda/primitives/async.cuh>
+#include <kvpolicy/cuda/primitives/rounded.cuh>
 #include <kvpolicy/cuda/primitives/warp.cuh>
 
 #include <cstdint>
@@ -16,10 +17,6 @@
 namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
-
-/// A product that is rounded before anything is added to it.
-__device__ inline float rounded_product(float a, float b) { return __fmul_rn(a, b); }
-__device__ inline double rounded_product(double a, double b) { return __dmul_rn(a, b); }
 
 /// The larger of two rounded products, of a query's number with the low and the high bound: that with the
 /// high one where it is above 0, else that with the low one. `above` is the number or 0, `below` 0 or the
