@@ -90,6 +90,7 @@ struct backward_plan {
         params.not_finite = parts.take<std::uint32_t>(1);
         if constexpr (is_half<T>) {
             const std::int64_t lines = count * params.padded_rows;
+            params.large = parts.take<std::uint32_t>(1);
             params.packed_q = parts.take<T>(lines * tile);
             params.packed_d_out = parts.take<T>(lines * tile);
             params.lse2 = parts.take<float>(lines);
@@ -99,6 +100,8 @@ struct backward_plan {
             params.sum_k = parts.take<float>(rows * tile);
             params.sum_v = parts.take<float>(rows * tile);
             params.sum_bias = with_bias ? parts.take<float>(rows) : nullptr;
+        } else {
+            params.totals = parts.take<row_total<T>>(count * params.super_rows);
         }
         bytes = parts.bytes();
     }
@@ -172,6 +175,7 @@ void run_backward(const cuda& ctx, const device_scope& device, backward_plan<T>&
     if (p.sum_bias != nullptr) {
         zero(ctx, p.sum_bias, rows * 4);
     }
+    zero(ctx, p.large, 4);
     constexpr auto hopper_kernel = hopper_keys_kernel<T, Dim, Bias, Softcap>();
     const bool hopper = !options.portable && has_hopper_code(device, hopper_kernel);
     const auto keys_pass = [&](std::int32_t begin, std::int32_t end, std::int32_t counter) {
@@ -224,6 +228,8 @@ void run_backward(const cuda& ctx, const device_scope& device, backward_plan<T>&
         launch("backward_fix_nonfinite_kernel", backward_fix_nonfinite_kernel<T>,
                std::min((std::int64_t{lists} * p.super_rows + warps - 1) / warps, fix_blocks), plain_threads,
                0, ctx, p);
+        launch("backward_large_kernel", backward_large_kernel<T, Dim>,
+               options.deterministic ? 1 : 2 * processors, plain_threads, 0, ctx, p);
     });
     launch("backward_finish_keys_kernel", backward_finish_keys_kernel<T, Dim>,
            (rows * (Dim / 8) + finish_threads - 1) / finish_threads, finish_threads, 0, ctx, p);

@@ -16,6 +16,7 @@
 #include <kvpolicy/core/workspace.hpp>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <limits>
 
@@ -34,6 +35,10 @@ struct gradient_block {
     T* d_q = nullptr;
     std::int64_t d_q_row_stride = 0, d_q_head_stride = 0;
 };
+
+/// An lse in fp32 is off by up to 2^-12 here, and so is the exponent of every weight exp(logit - lse) of its
+/// row. Rows beyond have their weights' sum computed again.
+inline constexpr float max_saved_lse = 4096.0f;
 
 /// Sums of one KV head's keys: d k [rows][columns_k], d v [rows][columns_v], d log_bias [rows].
 template <class Real>
@@ -69,6 +74,14 @@ class backward_tile {
     }
 
     void run() {
+        if (any_large_) {
+            totals_ = true;
+            key_collector<Kernels, T, backward_tile> again(position_[0], position_[rows_ - 1], *this);
+            again.take(*keys_, 0, keys_->count);
+            again.finish();
+            totals_ = false;
+            use_totals();
+        }
         key_collector<Kernels, T, backward_tile> collector(position_[0], position_[rows_ - 1], *this);
         collector.take(*keys_, 0, keys_->count);
         collector.finish();
@@ -84,6 +97,10 @@ class backward_tile {
 
     /// Takes one block of keys.
     void operator()(key_block<T>& keys) {
+        if (totals_) {
+            add_to_totals(keys);
+            return;
+        }
         for (std::int32_t j = keys.count; j % panel_lanes != 0; ++j) {
             keys.v[j] = keys.v[keys.count - 1];
         }
@@ -133,6 +150,10 @@ class backward_tile {
         d_out_values_ = take(strips * block_keys * columns_v_);
         d_q_ = take(std::int64_t{padded_} * columns_k_);
         lse_ = take(padded_);
+        factor_ = take(padded_);
+        largest_ = take(padded_);
+        decay_ = take(padded_);
+        sum_ = from.take<double>(static_cast<std::size_t>(padded_));
         delta_ = take(padded_);
         k_ = take(std::int64_t{block_keys} * shape_.head_dim_qk);
         v_ = take(std::int64_t{block_keys} * shape_.head_dim_vo);
@@ -164,6 +185,10 @@ class backward_tile {
             // exp(x - infinity) is 0: rows that see nothing, and those that only fill up a panel.
             const bool counts = r < rows_ && lse > -std::numeric_limits<float>::infinity();
             lse_[r] = counts ? static_cast<real>(lse) : std::numeric_limits<real>::infinity();
+            factor_[r] = real(1);
+            largest_[r] = -std::numeric_limits<real>::infinity();
+            sum_[r] = 0.0;
+            any_large_ = any_large_ || (counts && is_large(lse));
             double delta = 0.0;
             for (std::int32_t c = 0; counts && c < shape_.head_dim_vo; ++c) {
                 delta += static_cast<double>(to_compute(out[c])) * static_cast<double>(to_compute(d_out[c]));
@@ -181,6 +206,40 @@ class backward_tile {
                 Kernels::pack_values(d_rows, in_strip + 1, shape_.head_dim_vo,
                                      d_out_values_ + strip * block_keys * columns_v_);
             }
+        }
+    }
+
+    static bool is_large(float lse) {
+        return std::abs(lse) > max_saved_lse && std::abs(lse) <= std::numeric_limits<float>::max();
+    }
+
+    /// The largest logits and the sums of weights of all rows take in a block of keys.
+    void add_to_totals(const key_block<T>& keys) {
+        Kernels::pack_keys(keys.k, keys.count, shape_.head_dim_qk, k_);
+        for (std::int32_t row = 0; row < padded_; row += strip_rows) {
+            const std::int32_t rows = std::min(strip_rows, padded_ - row);
+            const strip_extent extent = extent_of(keys, position_[row], position_[row + rows - 1]);
+            if (extent.count == 0) {
+                continue;
+            }
+            Kernels::multiply_qk(q_ + std::int64_t{row} * shape_.head_dim_qk, rows / panel_rows,
+                                 shape_.head_dim_qk, k_, extent.count, s_);
+            Kernels::softmax(shape_, extent.all ? nullptr : &keys, rows, extent.count,
+                             {position_ + row, largest_ + row, sum_ + row, decay_ + row}, s_);
+        }
+    }
+    /// Rows of a large lse weigh by their largest logit and a factor. The saved lse may be that of these keys
+    /// and others; where it is no more than its rounding off theirs, it is theirs.
+    void use_totals() {
+        for (std::int32_t r = 0; r < rows_; ++r) {
+            const auto lse = static_cast<double>(lse_[r]);
+            if (!is_large(static_cast<float>(lse)) || !(sum_[r] > 0.0)) {
+                continue;
+            }
+            const double off = static_cast<double>(largest_[r]) + std::log(sum_[r]) - lse;
+            const double rest = std::abs(off) <= 0x1p-21 * std::abs(lse) ? 1.0 : std::exp(off);
+            lse_[r] = largest_[r];
+            factor_[r] = static_cast<real>(rest / sum_[r]);
         }
     }
 
@@ -210,9 +269,9 @@ class backward_tile {
         Kernels::multiply_qk(d_out_ + std::int64_t{row} * shape_.head_dim_vo, panels, shape_.head_dim_vo, v_,
                              count, g_);
         const backward_weights::arguments<real> arguments{
-            shape_,     begins_,      expires_, log_bias_, bias_start_, position_ + row,
-            lse_ + row, delta_ + row, padded,   count,     s_,          g_,
-            p_t_,       x_t_,         bias_};
+            shape_,     begins_,       expires_,     log_bias_, bias_start_, position_ + row,
+            lse_ + row, factor_ + row, delta_ + row, padded,    count,       s_,
+            g_,         p_t_,          x_t_,         bias_};
         run_kernel<backward_weights>(set_, &arguments);
         Kernels::multiply_pv(s_, panels, k_values_, count, ones_, d_q_ + std::int64_t{row} * columns_k_,
                              columns_k_);
@@ -239,10 +298,12 @@ class backward_tile {
     std::int32_t rows_, padded_, columns_k_, columns_v_;
     key_sums<real> sums_{};
     real *q_ = nullptr, *d_out_ = nullptr, *q_values_ = nullptr, *d_out_values_ = nullptr, *d_q_ = nullptr,
-         *lse_ = nullptr, *delta_ = nullptr, *k_ = nullptr, *v_ = nullptr, *k_values_ = nullptr,
-         *s_ = nullptr, *g_ = nullptr, *p_t_ = nullptr, *x_t_ = nullptr, *d_k_ = nullptr, *d_v_ = nullptr,
-         *ones_ = nullptr;
+         *lse_ = nullptr, *factor_ = nullptr, *largest_ = nullptr, *decay_ = nullptr, *delta_ = nullptr,
+         *k_ = nullptr, *v_ = nullptr, *k_values_ = nullptr, *s_ = nullptr, *g_ = nullptr, *p_t_ = nullptr,
+         *x_t_ = nullptr, *d_k_ = nullptr, *d_v_ = nullptr, *ones_ = nullptr;
+    double* sum_ = nullptr;
     std::int32_t* position_ = nullptr;
+    bool any_large_ = false, totals_ = false;
     std::int32_t begins_[block_keys], bias_start_[block_keys];
     expiry_t expires_[block_keys];
     real log_bias_[block_keys], bias_[block_keys];

@@ -28,6 +28,7 @@ struct backward_weights {
         const std::int32_t* bias_start;
         const std::int32_t* position;
         const Real* lse;
+        const Real* factor;  // of weights: 1, but of a row whose `lse` is its largest logit
         const Real* delta;
         std::int32_t rows, count;
         Real *s, *g, *p_t, *x_t, *bias;
@@ -53,7 +54,7 @@ struct backward_weights {
         constexpr std::int32_t n = panel_lanes;
         constexpr Real nothing = -std::numeric_limits<Real>::infinity();
         const std::int32_t at = a.position[r];
-        const Real lse = a.lse[r], delta = a.delta[r];
+        const Real lse = a.lse[r], delta = a.delta[r], factor = a.factor[r];
         Real x[n], slope[n], p[n], g[n], d[n], log_bias[n], bias[n], applies[n];
         std::int32_t begins[n], expires[n], start[n];
         std::memcpy(x, a.s + r * block_keys + j, sizeof x);
@@ -76,13 +77,18 @@ struct backward_weights {
                 slope[i] = scale * (Real(1) - y * y);
             }
         }
+        if (factor != Real(1)) [[unlikely]] {
+            // Such logits are those that the largest was found among, rounded: not to be fused with what
+            // follows.
+            __asm__ volatile("" : : "r"(x) : "memory");
+        }
         // A factor for biases, which are finite; a choice for what a query does not see, which may hold
         // anything.
         for (std::int32_t i = 0; i < n; ++i) {
             applies[i] = at >= start[i] ? Real(1) : Real(0);
         }
         for (std::int32_t i = 0; i < n; ++i) {
-            x[i] += applies[i] * log_bias[i] - lse;
+            x[i] = (x[i] + applies[i] * log_bias[i]) - lse;
         }
         for (std::int32_t i = 0; i < n; ++i) {
             x[i] = begins[i] <= at ? x[i] : nothing;
@@ -95,6 +101,9 @@ struct backward_weights {
             weights.load(x + i);
             weights.exponentiate();
             weights.store(p + i);
+        }
+        for (std::int32_t i = 0; i < n; ++i) {
+            p[i] *= factor;
         }
         for (std::int32_t i = 0; i < n; ++i) {
             d[i] = p[i] * (g[i] - delta);

@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <string>
 
 namespace kvpolicy {
@@ -80,20 +81,27 @@ inline void aggregate_mass(const FutureMassOptions& options, std::int32_t length
             count = std::min<std::int64_t>(count, std::int64_t{options.look_ahead} + 1);
         }
         const double log_count = options.normalize && !largest ? std::log(static_cast<double>(count)) : 0.0;
-        double best = 0.0, sum = 0.0;
+        const auto log_mass = [&](std::int64_t g) {
+            const float one = log_sums[static_cast<std::size_t>(g) * stride + static_cast<std::size_t>(t)];
+            return (static_cast<double>(one) - log_count) / static_cast<double>(beta);
+        };
+        // In logarithms: masses of keys that an lse does not count may leave the range of numbers.
+        double best = -std::numeric_limits<double>::infinity();
         for (std::int64_t g = 0; g < group; ++g) {
-            const double log_mass =
-                (static_cast<double>(
-                     log_sums[static_cast<std::size_t>(g) * stride + static_cast<std::size_t>(t)]) -
-                 log_count) /
-                static_cast<double>(beta);
-            const double mass = std::exp(log_mass);
-            best = std::max(best, mass);
-            sum += mass;
+            best = std::max(best, log_mass(g));
         }
-        const double mass =
-            options.aggregate == group_aggregate::max ? best : sum / static_cast<double>(group);
-        out[t] = static_cast<float>(std::log(static_cast<double>(options.epsilon) + mass));
+        double log_all = best;
+        if (options.aggregate == group_aggregate::mean) {
+            const double from = std::isfinite(best) ? best : 0.0;
+            double sum = 0.0;
+            for (std::int64_t g = 0; g < group; ++g) {
+                sum += std::exp(log_mass(g) - from);
+            }
+            log_all = from + std::log(sum / static_cast<double>(group));
+        }
+        const auto epsilon = static_cast<double>(options.epsilon);
+        out[t] = static_cast<float>(log_all > 0.0 ? log_all + std::log1p(epsilon * std::exp(-log_all))
+                                                  : std::log(epsilon + std::exp(log_all)));
     }
 }
 

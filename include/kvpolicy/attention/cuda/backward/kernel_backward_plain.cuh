@@ -7,6 +7,7 @@
 #include <kvpolicy/attention/cuda/backward/kernel_backward_prepare.cuh>
 #include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/cuda/launch.cuh>
+#include <kvpolicy/cuda/primitives/rounded.cuh>
 #include <kvpolicy/cuda/primitives/warp.cuh>
 
 #include <cstdint>
@@ -52,30 +53,97 @@ struct spread_row {
     }
 };
 
+/// The logit of a product, its bias included, and its derivative. Rounded, so that it is the same number
+/// wherever it is subtracted from.
+template <class T>
+struct plain_logit_of {
+    T logit, derivative;
+
+    template <class S>
+    __device__ plain_logit_of(const attention_params<S>& call, T product, T bias)
+        : logit(rounded_product(product, static_cast<T>(call.scale))),
+          derivative(static_cast<T>(call.scale)) {
+        if (call.logits_soft_cap > 0.0f) {
+            const T cap = static_cast<T>(call.logits_soft_cap);
+            const T t = tanh(logit / cap);
+            logit = rounded_product(cap, t);
+            derivative *= 1 - t * t;
+        }
+        logit += bias;
+    }
+};
+
 /// One pair of a query and a key that sees it: the weight, and the gradients of logit and of <q, k>.
 template <class T>
 struct plain_pair {
     T weight, d_logit, d_product;
 
     template <class S>
-    __device__ plain_pair(const attention_params<S>& call, T product, T bias, T lse, T d_weight, T delta) {
-        T logit = product * static_cast<T>(call.scale), derivative = static_cast<T>(call.scale);
-        if (call.logits_soft_cap > 0.0f) {
-            const T cap = static_cast<T>(call.logits_soft_cap);
-            const T t = tanh(logit / cap);
-            logit = cap * t;
-            derivative *= 1 - t * t;
-        }
-        weight = exp(logit + bias - lse);
+    __device__ plain_pair(const attention_params<S>& call, T product, T bias, const row_total<T>& total,
+                          T d_weight, T delta) {
+        const plain_logit_of<T> of(call, product, bias);
+        weight = exp(of.logit - total.reference) * total.factor;
         d_logit = weight * (d_weight - delta);
-        d_product = d_logit * derivative;
+        d_product = d_logit * of.derivative;
     }
 };
 
-/// d_q of a packed row, by one warp; sums run in the order of the list.
+/// Calls body(entry, its bias) for the entries of a list that packed row m sees, in the list's order.
+template <class S, class Body>
+__device__ inline void for_each_seen(const backward_params<S>& p, std::int32_t list, std::int32_t m,
+                                     const Body& body) {
+    const backward_list all = p.list_of(list);
+    for (std::int32_t i = 0; i < all.total; ++i) {
+        const backward_entry e = p.entry_of(list, all, i);
+        if (m >= e.begin && m < e.expiry) {
+            body(e, m >= e.from ? static_cast<compute_t<S>>(e.natural_bias) : compute_t<S>(0));
+        }
+    }
+}
+
+/// The total of a packed row from the keys that it sees, by one warp. The saved lse may be that of these keys
+/// and others; where it is no more than its rounding off theirs, it is theirs.
 template <class S>
+__device__ inline row_total<compute_t<S>> total_of_row(const backward_params<S>& p, std::int32_t list,
+                                                       std::int32_t m, const packed_row<S>& own) {
+    using T = compute_t<S>;
+    const std::int32_t h = list / p.plan.supers % p.call.kv_heads;
+    const auto q = spread_row<T>::load(p.call.q.row(own.b, own.head, own.query), p.call.q.dim);
+    T largest = -static_cast<T>(INFINITY), sum = T(0);
+    for_each_seen(p, list, m, [&](const backward_entry& e, T bias) {
+        const auto k = spread_row<T>::load(p.call.rows.k.row(own.b, h, e.row), p.call.q.dim);
+        const T logit = plain_logit_of<T>(p.call, q.dot(k), bias).logit;
+        if (logit > largest) {
+            sum = sum * exp(largest - logit) + T(1);
+            largest = logit;
+        } else {
+            sum += logit == -static_cast<T>(INFINITY) ? T(0) : exp(logit - largest);
+        }
+    });
+    if (sum == T(0)) {
+        return {T(0), T(0)};
+    }
+    const T off = largest + log(sum) - static_cast<T>(own.lse);
+    const T rounding = static_cast<T>(0x1p-21) * fabs(static_cast<T>(own.lse));
+    return {largest, (fabs(off) <= rounding ? T(1) : exp(off)) / sum};
+}
+
+/// The total of a packed row: its lse, or what backward_plain_queries_kernel has found.
+template <class S>
+__device__ inline row_total<compute_t<S>> known_total(const backward_params<S>& p, std::int32_t list,
+                                                      std::int32_t m, const packed_row<S>& own) {
+    if (own.large && p.totals != nullptr) {
+        return p.totals[static_cast<std::int64_t>(list) * p.super_rows + m];
+    }
+    return {static_cast<compute_t<S>>(own.lse), compute_t<S>(1)};
+}
+
+/// d_q of a packed row, by one warp; sums run in the order of the list. visit(entry, pair, q, d_out) sees
+/// every pair, too.
+template <class S, class Visit>
 __device__ inline void plain_query_gradient(const backward_params<S>& p, std::int32_t list, std::int32_t m,
-                                            const packed_row<S>& own) {
+                                            const packed_row<S>& own, const row_total<compute_t<S>>& total,
+                                            const Visit& visit) {
     using T = compute_t<S>;
     using row = spread_row<T>;
     const std::int32_t h = list / p.plan.supers % p.call.kv_heads;
@@ -84,19 +152,13 @@ __device__ inline void plain_query_gradient(const backward_params<S>& p, std::in
         const row q = row::load(p.call.q.row(own.b, own.head, own.query), p.call.q.dim);
         const row d_out = row::load(p.d_out.row(own.b, own.head, own.query), p.d_out.dim);
         const T delta = d_out.dot(row::load(p.out.row(own.b, own.head, own.query), p.d_out.dim));
-        const backward_list all = p.list_of(list);
-        for (std::int32_t i = 0; i < all.total; ++i) {
-            const backward_entry e = p.entry_of(list, all, i);
-            if (m < e.begin || m >= e.expiry) {
-                continue;
-            }
+        for_each_seen(p, list, m, [&](const backward_entry& e, T bias) {
             const row k = row::load(p.call.rows.k.row(own.b, h, e.row), p.call.q.dim);
             const row v = row::load(p.call.rows.v.row(own.b, h, e.row), p.d_out.dim);
-            const T bias = m >= e.from ? static_cast<T>(e.natural_bias) : T(0);
-            d_q.add(
-                plain_pair<T>(p.call, q.dot(k), bias, static_cast<T>(own.lse), d_out.dot(v), delta).d_product,
-                k);
-        }
+            const plain_pair<T> pair(p.call, q.dot(k), bias, total, d_out.dot(v), delta);
+            d_q.add(pair.d_product, k);
+            visit(e, pair, q, d_out);
+        });
     }
     S* const to = p.d_q.row(own.b, own.head, own.query);
 #pragma unroll
@@ -108,10 +170,18 @@ __device__ inline void plain_query_gradient(const backward_params<S>& p, std::in
     }
 }
 
-/// d_q by plain loops in compute_t<T>; sums run in the order of the list.
+/// Where only d_q is wanted.
+struct plain_pair_unseen {
+    template <class... Of>
+    __device__ void operator()(const Of&...) const {}
+};
+
+/// d_q by plain loops in compute_t<T>; sums run in the order of the list. Totals of rows whose lse is beyond
+/// max_saved_lse are found here, for backward_plain_keys_kernel too.
 ///
 /// Grid: lists * super_rows / (plain_threads / 32), a warp per packed row. Block: plain_threads. Shared
-/// memory: none. Reads the call's tensors, not the packed ones. Overwrites d_q [B, Hq, S, Dk].
+/// memory: none. Reads the call's tensors, not the packed ones. Overwrites d_q [B, Hq, S, Dk] and, of those
+/// rows, totals [lists, super_rows].
 template <class T>
 __global__ void __launch_bounds__(plain_threads) backward_plain_queries_kernel(const backward_params<T> p) {
     const std::int64_t line = static_cast<std::int64_t>(blockIdx.x) * (plain_threads / 32) + threadIdx.x / 32;
@@ -121,8 +191,63 @@ __global__ void __launch_bounds__(plain_threads) backward_plain_queries_kernel(c
     const auto list = static_cast<std::int32_t>(line / p.super_rows);
     const auto m = static_cast<std::int32_t>(line % p.super_rows);
     const packed_row<T> own(p, list, m);
-    if (m < p.valid_rows(own.b, list % p.plan.supers)) {
-        plain_query_gradient(p, list, m, own);
+    if (m >= p.valid_rows(own.b, list % p.plan.supers)) {
+        return;
+    }
+    row_total<compute_t<T>> total{static_cast<compute_t<T>>(own.lse), compute_t<T>(1)};
+    if (own.large) {
+        total = total_of_row(p, list, m, own);
+        p.totals[line] = total;
+    }
+    plain_query_gradient(p, list, m, own, total, plain_pair_unseen{});
+}
+
+/// Gradients of packed rows whose lse is beyond max_saved_lse, which the kernels on matrix instructions leave
+/// out: where *large is set, by plain loops in fp32. Normally it returns at once.
+///
+/// Grid: as many blocks as fit; warps take packed rows in turn. One block whose first warp takes all of them
+/// gives deterministic sums. Block: plain_threads. Shared memory: none. Overwrites d_q [B, Hq, S, Dk] of
+/// those rows; adds to sum_k, sum_v [B, Hkv, rows, Dim] and sum_bias [B, Hkv, rows].
+template <class T, int Dim>
+__global__ void __launch_bounds__(plain_threads) backward_large_kernel(const backward_params<T> p) {
+    if (*p.large == 0) {
+        return;
+    }
+    const std::int64_t lines = static_cast<std::int64_t>(p.lists()) * p.super_rows;
+    const int warps = gridDim.x == 1 ? 1 : static_cast<int>(gridDim.x) * (plain_threads / 32);
+    const auto warp =
+        static_cast<int>(blockIdx.x) * (plain_threads / 32) + static_cast<int>(threadIdx.x) / 32;
+    for (std::int64_t line = warp; warp < warps && line < lines; line += warps) {
+        const auto list = static_cast<std::int32_t>(line / p.super_rows);
+        const auto m = static_cast<std::int32_t>(line % p.super_rows);
+        const packed_row<T> own(p, list, m);
+        if (!own.large) {
+            continue;
+        }
+        using row = spread_row<float>;
+        const std::int64_t head = list / p.plan.supers;
+        plain_query_gradient(
+            p, list, m, own, total_of_row(p, list, m, own),
+            [&](const backward_entry& e, const plain_pair<float>& pair, const row& q, const row& d_out) {
+                if (pair.weight == 0.0f) {
+                    return;
+                }
+                const std::int64_t key = head * p.call.rows.k.length + e.row;
+                const float d_k = pair.d_product / p.call.scale;  // sums of keys are without the scale
+#pragma unroll
+                for (int i = 0; i < plain_columns; ++i) {
+                    const int c = 32 * i + lane_id();
+                    if (c < p.d_k.dim) {
+                        atomicAdd(p.sum_k + key * Dim + c, d_k * q.x[i]);
+                    }
+                    if (c < p.d_v.dim) {
+                        atomicAdd(p.sum_v + key * Dim + c, pair.weight * d_out.x[i]);
+                    }
+                }
+                if (p.sum_bias != nullptr && m >= e.from && lane_id() == 0) {
+                    atomicAdd(p.sum_bias + key, pair.d_logit);
+                }
+            });
     }
 }
 
@@ -152,7 +277,7 @@ __global__ void __launch_bounds__(plain_threads) backward_fix_nonfinite_kernel(c
         if (!finite_row(d_q, p.d_q.dim) && finite_row(p.d_out.row(own.b, own.head, own.query), p.d_out.dim) &&
             finite_row(p.out.row(own.b, own.head, own.query), p.out.dim) &&
             finite_row(p.call.q.row(own.b, own.head, own.query), p.call.q.dim)) {
-            plain_query_gradient(p, list, m, own);
+            plain_query_gradient(p, list, m, own, known_total(p, list, m, own), plain_pair_unseen{});
         }
     }
 }
@@ -213,7 +338,7 @@ __global__ void __launch_bounds__(plain_threads)
         const T delta = d_out.dot(row::load(p.out.row(b, other.head, other.query), p.d_out.dim));
         const bool biased = m >= e.from;
         const plain_pair<T> pair(p.call, q.dot(k), biased ? static_cast<T>(e.natural_bias) : T(0),
-                                 static_cast<T>(other.lse), d_out.dot(v), delta);
+                                 known_total(p, list, m, other), d_out.dot(v), delta);
         d_v.add(pair.weight, d_out);
         d_k.add(pair.d_product, q);
         d_bias += biased ? pair.d_logit : T(0);

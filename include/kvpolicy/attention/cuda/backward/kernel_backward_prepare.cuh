@@ -22,6 +22,7 @@ struct packed_row {
     std::int32_t b, head, query;
     float lse;
     bool counts;
+    bool large = false;  // its lse is beyond max_saved_lse
 
     __device__ packed_row(const backward_params<T>& p, std::int32_t list, std::int32_t m) {
         const std::int32_t kv_head = list / p.plan.supers, j = list - kv_head * p.plan.supers;
@@ -32,6 +33,7 @@ struct packed_row {
         counts = m < p.valid_rows(b, j);
         lse = counts ? p.lse.head(b, head)[query] : 0.0f;
         counts = counts && lse != -__int_as_float(0x7f800000);
+        large = counts && fabsf(lse) > max_saved_lse;
     }
 };
 
@@ -41,7 +43,8 @@ struct packed_row {
 /// Grid: lists * padded_rows / 64, a tile each. Block: pack_threads, Dim / 8 threads per row. Shared memory:
 /// none. Reads q [B, Hq, S, Dk], out and d_out [B, Hq, S, Dv] in T, lse [B, Hq, S] in fp32. Overwrites
 /// packed_q and packed_d_out [lists, padded_rows, Dim] (swizzled), lse2 and delta [lists, padded_rows] in
-/// fp32. Rows that take no part become 0, with an lse2 of +inf, which makes every weight 0.
+/// fp32. Rows that take no part become 0, with an lse2 of +inf, which makes every weight 0; so do those whose
+/// lse is beyond max_saved_lse, which are left to backward_large_kernel, and *large is set.
 template <class T, int Dim>
 __global__ void __launch_bounds__(pack_threads) backward_pack_kernel(const backward_params<T> p) {
     constexpr int chunks = Dim / 8;
@@ -55,7 +58,11 @@ __global__ void __launch_bounds__(pack_threads) backward_pack_kernel(const backw
     unsigned char* const d = reinterpret_cast<unsigned char*>(p.packed_d_out + block * packed_tile * Dim);
     for (int r = static_cast<int>(threadIdx.x) / chunks; r < packed_tile; r += pack_threads / chunks) {
         const std::int32_t m = tile * packed_tile + r;
-        const packed_row<T> row(p, list, m);
+        packed_row<T> row(p, list, m);
+        if (row.large) {
+            *p.large = 1;
+            row.counts = false;
+        }
         uint4 q_part{}, d_part{};
         float sum = 0.0f;
         if (row.counts) {
