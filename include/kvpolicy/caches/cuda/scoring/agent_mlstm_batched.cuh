@@ -197,7 +197,7 @@ class agent_mlstm_batched : private mlstm_batched_projections<View, D, Feature, 
         if (32 * warp_ < padded) {
             float sum = 0.0f;
             if (thread() < call_.features) {
-                const float z = fmaf(forget, of.z, __fmul_rn(write, memory_.k[e * padded + thread()]));
+                const float z = fmaf(forget, of.z, times_or_nothing(write, memory_.k[e * padded + thread()]));
                 const std::int64_t place = state_numbers() + thread();
                 if (bulk && place * 4 < odd + stored_bytes(odd)) {
                     from[place] = z;

@@ -453,7 +453,7 @@ class agent_mlstm_cluster {
         float sum = 0.0f;
         if (mine && z_row_ < call_.features) {
             const float write = memory_.gate[2 * z_entry_], forget = memory_.gate[2 * z_entry_ + 1];
-            z_ = fmaf(forget, z_, __fmul_rn(write, memory_.k[z_entry_ * padded_ + z_row_]));
+            z_ = fmaf(forget, z_, times_or_nothing(write, memory_.k[z_entry_ * padded_ + z_row_]));
             sum = __fmul_rn(memory_.q[z_entry_ * padded_ + z_row_], z_);
         }
         sum = fold_total(sum);

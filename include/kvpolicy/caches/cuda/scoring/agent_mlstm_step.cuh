@@ -116,9 +116,12 @@ struct mlstm_gates {
     float first = 0.0f, second = 0.0f;  // the stabilizer
 
     /// `gate`: this lane's projection, its bias included. Returns the factor: of what is written, or of what
-    /// was there.
+    /// was there. A token that is not finite makes gates of NaN, or an input gate of inf: nothing is written, and
+    /// all that was there stays (bad_token::drop).
     __device__ float take(float gate, float cap, bool counts) {
         const bool input = lane_id() % 2 == 0;
+        int bad = isnan(gate) || (input && gate == INFINITY) ? 1 : 0;
+        bad |= __shfl_xor_sync(all_lanes, bad, 1);
         if (cap > 0.0f) {
             gate = cap * tanhf(gate / cap);
         }
@@ -134,13 +137,18 @@ struct mlstm_gates {
         const double other = __shfl_xor_sync(all_lanes, logarithm, 1);
         const double of_input = input ? logarithm : other, of_forget = input ? other : logarithm;
         const double m = of_forget > of_input ? of_forget : of_input;
-        if (counts) {
+        if (counts && bad == 0) {
             first = static_cast<float>(m);
             second = isfinite(m) ? static_cast<float>(m - static_cast<double>(first)) : 0.0f;
         }
-        return expf(static_cast<float>(logarithm - m));
+        return bad != 0 ? (input ? 0.0f : 1.0f) : expf(static_cast<float>(logarithm - m));
     }
 };
+
+/// write * x, rounded; 0 where nothing is written, whatever x is.
+__device__ inline float times_or_nothing(float write, float x) {
+    return write == 0.0f ? 0.0f : __fmul_rn(write, x);
+}
 
 /// What fold_rows rows write, and how a query looks at them, from shared memory.
 struct fold_factors {
@@ -171,13 +179,15 @@ struct state_piece {
             }
         }
     }
-    /// Takes in a token: its features k and value, and what the leaving key's features q find.
+    /// Takes in a token: its features k and value, and what the leaving key's features q find. Where nothing
+    /// is written neither need be a number.
     __device__ float2 take(float write, float forget, const float* k, const float* q, float2 value) {
         const fold_factors of_k(k), of_q(q);
+        value = write == 0.0f ? float2{} : value;
         float2 sum{};
 #pragma unroll
         for (int r = 0; r < fold_rows; ++r) {
-            const float written = __fmul_rn(write, of_k.at[r]);
+            const float written = times_or_nothing(write, of_k.at[r]);
             c[r].x = fmaf(forget, c[r].x, __fmul_rn(written, value.x));
             c[r].y = fmaf(forget, c[r].y, __fmul_rn(written, value.y));
             sum.x = fmaf(of_q.at[r], c[r].x, sum.x);

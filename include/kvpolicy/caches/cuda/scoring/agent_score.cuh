@@ -262,13 +262,20 @@ struct mlstm_memory {
 };
 
 /// log f and log i in double, since log f near 0 must survive the sum with a large stabilizer. Writes the
-/// factors of the old state and of the token, and the new stabilizer. By one thread.
+/// factors of the old state and of the token, and the new stabilizer. A token that is not finite makes gates of
+/// NaN, or an input gate of inf: nothing is written, and all that was there stays (bad_token::drop). By one
+/// thread.
 template <class Weights>
 __device__ void mlstm_gate_factors(const Weights& weights, std::int64_t head, double cap, float* numbers,
                                    float* stabilizer) {
     double input = numbers[0], forget = numbers[1];
     input += weights.b_i != nullptr ? weights.b_i[head] : 0.0f;
     forget += weights.b_f != nullptr ? weights.b_f[head] : 0.0f;
+    if (isnan(input) || isnan(forget) || input == static_cast<double>(INFINITY)) {
+        numbers[3] = 1.0f;
+        numbers[4] = 0.0f;
+        return;
+    }
     if (cap > 0.0) {
         input = cap * tanh(input / cap);
         forget = cap * tanh(forget / cap);
@@ -292,9 +299,10 @@ __device__ inline void mlstm_absorb(const mlstm_memory& memory, float* state, st
                                     std::int32_t width, bool leaves) {
     float* const z = state + std::int64_t{features} * width;
     const float forget = memory.numbers[3], write = memory.numbers[4];
+    const bool writes = write != 0.0f;  // else neither k~ nor v~ need be numbers
     float of_z = 0.0f;
     for (auto d = static_cast<std::int32_t>(threadIdx.x); d < features; d += score_threads) {
-        const float now = fmaf(forget, z[d], write * memory.k[d]);
+        const float now = fmaf(forget, z[d], writes ? write * memory.k[d] : 0.0f);
         z[d] = now;
         of_z += leaves ? memory.q[d] * now : 0.0f;
     }
@@ -308,7 +316,7 @@ __device__ inline void mlstm_absorb(const mlstm_memory& memory, float* state, st
 #pragma unroll 4
         for (std::int32_t d = warp_id(); d < features; d += score_warps) {
             float* const c = state + std::int64_t{d} * width + e;
-            const float now = fmaf(forget, *c, write * memory.k[d] * v);
+            const float now = fmaf(forget, *c, writes ? write * memory.k[d] * v : 0.0f);
             *c = now;
             sum += leaves ? memory.q[d] * now : 0.0f;
         }

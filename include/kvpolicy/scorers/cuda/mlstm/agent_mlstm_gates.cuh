@@ -100,7 +100,8 @@ __device__ inline void split_products(const shared_tile<T>& x, int row, const T*
 }
 
 /// A token's gates from its weights' products with the input: logarithms into shared memory, slopes where a
-/// backward pass wants them. A row that is not finite is marked, and counts as a token with open gates.
+/// backward pass wants them. A row that is not finite is marked, and counts as a token with open gates; in a
+/// cache's chunk as one that writes nothing and leaves what was there (bad_token::drop).
 template <class T>
 __device__ inline void compute_gates(const mlstm_params<T>& params, const scorer_span& s, int r, float input,
                                      float forget, bool good, double& log_input, double& log_forget) {
@@ -128,6 +129,8 @@ __device__ inline void compute_gates(const mlstm_params<T>& params, const scorer
             params.slope_i[row] = slope_i;
             params.slope_f[row] = slope_f * ((forget < 0.0f ? 1.0f : e) / (1.0f + e));  // 1 - sigmoid
         }
+    } else if (r < s.count && params.cached_states != nullptr) {
+        log_input = -1e30;  // below all others, and finite: a chunk may have no others
     } else if (r < s.count) {
         log_input = 0.0;
         if (params.slope_i != nullptr) {
@@ -187,7 +190,9 @@ __device__ inline void scan_gates(const mlstm_params<T>& params, const scorer_sp
         stats.forgotten = forgotten;
         stats.weights = weights;
         stats.ref_token = 2 * lane_of_top + second;
-        stats.bad = first_even < first_odd ? first_even : first_odd;
+        stats.bad = params.cached_states != nullptr ? scorer_chunk
+                    : first_even < first_odd        ? first_even
+                                                    : first_odd;
         params.chunk_stats[params.chunk(s)] = stats;
     }
 }
