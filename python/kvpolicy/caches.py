@@ -220,6 +220,10 @@ class Cache:
                       budgets beyond it, SnapKV); its page tables take 4 bytes per 16 of them and head
     separate_layers   each layer advances on its own, by advance(layer): then a layer may take several calls
                       before the next layer takes the first
+    bad_tokens        what happens to a NaN score, and under an mLSTMScorer or a ConvScorer to a key or value
+                      that is NaN or infinite. "refuse": ValueError on the CPU, which names the token. "drop":
+                      the token ranks last and does not reach the scorer's state. CUDA cannot refuse what it
+                      has not looked at, and drops in either case
 
     prefill, step, append_draft, accept and attend take one layer; advance() follows the last layer. Tensors
     are [batch, heads, tokens, head_dim] with a contiguous last dimension. Entry i of a call is sequence
@@ -230,8 +234,10 @@ class Cache:
     restore. snapshot always waits.
 
     Raises ValueError, TypeError or NotImplementedError with one sentence, and writes nothing. NaN scores
-    raise on the CPU. On CUDA they rank last; where a chunk into a DualCache raises for one, clear its
-    sequence.
+    raise on the CPU, unless bad_tokens is "drop". On CUDA they rank last; where a chunk into a DualCache
+    raises for one, clear its sequence.
+
+    A child process of fork() may use a cache on the CPU that it inherits; calls run on one thread there.
     """
 
     def __init__(
@@ -250,7 +256,11 @@ class Cache:
         max_draft_tokens=0,
         max_length=32768,
         separate_layers=False,
+        bad_tokens="refuse",
     ):
+        if bad_tokens not in ("refuse", "drop"):
+            raise ValueError(f"bad_tokens: {bad_tokens!r} is not allowed; it must be 'refuse' or 'drop'")
+        self.bad_tokens = bad_tokens
         self.policies = [policies] if isinstance(policies, Policy) else list(policies)
         for policy in self.policies:
             if not isinstance(policy, Policy):
@@ -386,16 +396,18 @@ class Cache:
             return (out, lse) if return_lse else out
         single = (name == "step",) if name != "append_draft" else ()
         call = "append_draft" if name == "append_draft" else "write"
+        self._check_finite(group, k, v, q_len)
         self._reserve(group, tokens)
         # Every step would wait for its status on CUDA. Reserved pages do not run out.
-        status = None if group.reserved >= tokens or call == "append_draft" else group.status(count)
+        free = group.reserved >= tokens or call == "append_draft"
+        status = self._status(group, count, free)
         if call == "write":
             group.taken = max(group.taken, tokens)
         while True:
             batch = (count, _NOT_SET if q_len is not None else tokens, seq_ids, q_len)
             workspace = self._workspace_for(group, count, tokens if name == "step" else max(2, tokens))
             group.call(call, index, (q, k, v, out), batch, (scores, lse, None, status), *single, workspace)
-            if status is None or not status.any():
+            if status is None or not self._faults(status).any():
                 break
             if (status & ~(_NAN | _EXHAUSTED | _BAD_LENGTH)).any():
                 raise ValueError(f"layer: {layer} is not allowed twice for a sequence before advance()")
@@ -403,7 +415,7 @@ class Cache:
                 raise ValueError(
                     f"tokens: more than max_length, {self.max_length}, are not allowed in a sequence"
                 )
-            if (status & _NAN).any():
+            if (self._faults(status) & _NAN).any():
                 raise ValueError("scores: NaN is not allowed; they must be numbers")
             lacking = (status & _EXHAUSTED) != 0
             group.add_slab()
@@ -415,6 +427,33 @@ class Cache:
         else:
             self._count(layer, tokens)
         return (out, lse) if return_lse else out
+
+    def _status(self, group, count, free=False):
+        """Words of a call: where it may find no page, and where a CPU is to drop bad tokens."""
+        if self.bad_tokens == "drop" and self.device.type == "cpu":
+            return torch.zeros(count, dtype=torch.int32)
+        return None if free else group.status(count)
+
+    def _faults(self, status):
+        """The bits of status words that are no matter of course."""
+        return status & ~_NAN if self.bad_tokens == "drop" else status
+
+    def _check_finite(self, group, k, v, q_len):
+        """Refuses bad tokens on the CPU where the call has a status, with which the library drops them."""
+        if self.bad_tokens == "drop" or self.device.type != "cpu" or not group.pooled:
+            return
+        if group.scorer not in _INSIDE:
+            return
+        for name, rows in (("k", k), ("v", v)):
+            bad = ~torch.isfinite(rows).all(dim=3)
+            if q_len is not None:
+                bad &= (torch.arange(rows.shape[2]) < q_len[:, None])[:, None]
+            if bad.any():
+                entry, head, token = bad.nonzero()[0].tolist()
+                raise ValueError(
+                    f"{name}: NaN or infinity of entry {entry}, head {head}, token {token} is not allowed; "
+                    "the scores of other keys depend on it (bad_tokens='drop' skips such tokens)"
+                )
 
     def _count(self, layer, tokens):
         if self._called is not None:
@@ -441,7 +480,7 @@ class Cache:
         self._count(layer, -1)
         seq_ids = None
         while True:
-            status = group.status(len(tokens))
+            status = self._status(group, len(tokens))
             batch = (len(tokens), _NOT_SET, seq_ids, tokens)
             group.call("accept", index, (None,) * 4, batch, (None, None, None, status), workspace)
             if status is not None and (status & _BAD_LENGTH).any():
