@@ -51,10 +51,11 @@ requires CacheRef<Ref<P, T>> std::size_t step_workspace_bytes(const host& ctx, c
 ///   4. the query heads attend to sinks, window (q - w + 1 .. q) and top-k keys.
 /// A key that is evicted at 3 is invisible to q. Synchronous, no allocation. Refuses before anything is
 /// written: shapes that disagree, more than one token, sequences out of range or named twice, a NaN score
-/// that is read (given or computed; see below), too little workspace, a second call of the same layer before
+/// that is read (given or computed; see below), under an mLSTM or a convolution a key or value that is NaN or
+/// infinite (options.bad_tokens), too little workspace, a second call of the same layer before
 /// advance(), which would keep the token twice.
 ///
-/// With options.status a NaN score is not refused: it ranks last, after -inf and after older NaN, closes its
+/// With options.status, or bad_token::drop, a NaN score is not refused: it ranks last, after -inf and after older NaN, closes its
 /// gate, and sets status_nan_score of its entry in the call in which it becomes known. A given score that is
 /// NaN sets it for a key that is kept for its position too, but not for a sink.
 ///
