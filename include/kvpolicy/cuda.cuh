@@ -16,6 +16,7 @@
 #include <kvpolicy/caches/cuda/decode/dispatch_append.cuh>
 #include <kvpolicy/caches/cuda/decode/dispatch_decode.cuh>
 #include <kvpolicy/caches/cuda/dispatch_export_heads.cuh>
+#include <kvpolicy/caches/cuda/dispatch_transfer.cuh>
 #include <kvpolicy/caches/cuda/observed/dispatch_observe.cuh>
 #include <kvpolicy/caches/cuda/paged/dispatch_paged.cuh>
 #include <kvpolicy/caches/cuda/prefill/dispatch_prefill.cuh>

@@ -9,6 +9,7 @@
 #include <kvpolicy/attention/received_mass.hpp>
 #include <kvpolicy/caches/dual.hpp>
 #include <kvpolicy/caches/fixed_budget.hpp>
+#include <kvpolicy/caches/transfer.hpp>
 #include <kvpolicy/dms.hpp>
 #include <kvpolicy/h2o.hpp>
 #include <kvpolicy/kvpop.hpp>

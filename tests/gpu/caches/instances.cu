@@ -3,6 +3,7 @@
 #include <kvpolicy/caches/cuda/decode/dispatch_append.cuh>
 #include <kvpolicy/caches/cuda/decode/dispatch_decode.cuh>
 #include <kvpolicy/caches/cuda/dispatch_export_heads.cuh>
+#include <kvpolicy/caches/cuda/dispatch_transfer.cuh>
 #include <kvpolicy/caches/cuda/observed/dispatch_observe.cuh>
 #include <kvpolicy/caches/cuda/paged/dispatch_paged.cuh>
 #include <kvpolicy/caches/cuda/prefill/dispatch_prefill.cuh>
@@ -33,6 +34,12 @@ template void Fixed::reorder<cuda_build>(const cuda&, const std::int32_t*, std::
 template std::size_t Fixed::snapshot<cuda_build>(const cuda&, std::int32_t, void*, std::size_t) const;
 template void Fixed::restore<cuda_build>(const cuda&, std::int32_t, const void*, std::size_t,
                                          const StepOptions&);
+
+template void save_layer(const cuda&, const Ref&, std::int32_t, void*, std::size_t, const StepOptions&);
+template void load_layer(const cuda&, const Ref&, std::int32_t, const void*, std::size_t, const StepOptions&);
+using Chosen = DualRef<Policy<Sink<>, Window<>, TopKBudget<>, QuestPages<16>>, bf16>;
+template void load_layer(const cuda&, const Chosen&, std::int32_t, const void*, std::size_t,
+                         const StepOptions&);
 
 using Gated = WGKV<256>;
 using Dual = DualRef<Gated, bf16>;

@@ -74,19 +74,15 @@ __global__ void __launch_bounds__(sequence_threads)
                   static_cast<std::int32_t>(blockIdx.x) % pieces * warps + warp_id(), pieces * warps);
 }
 
-/// restore: pages for first[x + 1] - first[x] entries per head, in place of those that the sequence had.
-/// Where the pool lacks pages, the cache stays as it is.
-///
-/// Grid: 1 block. Block: admit_threads. Shared memory: admit_memory.
-/// Out: answer [1] int64, the pages that the pool lacks. Overwrites: page tables, held, refcounts, the stack
-/// of free pages.
+/// Pages for first[x + 1] - first[x] entries of head x of some layers of a sequence, in place of those that
+/// it had, by all threads of a block. Returns the pages that the pool lacks; where there are such, the cache
+/// stays as it is.
 ///
 /// Phases: 1. Count. 2. Free the old pages. 3. Undo that where they do not suffice. 4. Take the new ones.
 template <class P, class T>
-__global__ void __launch_bounds__(admit_threads)
-    paged_refill_kernel(const DualRef<P, T>* const refs, const std::int32_t layers, const std::int32_t seq,
-                        const std::int64_t* const first, std::int64_t* const answer) {
-    __shared__ admit_memory memory;
+__device__ std::int64_t refill_pages(admit_memory& memory, const DualRef<P, T>* const refs,
+                                     const std::int32_t layers, const std::int32_t seq,
+                                     const std::int64_t* const first) {
     const DualRef<P, T>& any = refs[0];
     const std::int32_t heads = layers * any.kv_heads, before = *any.pool.free_count;
     const auto pages_of = [&](std::int32_t x) {
@@ -116,9 +112,6 @@ __global__ void __launch_bounds__(admit_threads)
     __syncthreads();
     const std::int32_t free = *static_cast<volatile std::int32_t*>(any.pool.free_count);
     __syncthreads();
-    if (threadIdx.x == 0) {
-        *answer = needed > free ? std::int64_t{needed} - free : 0;
-    }
     // 3. Undo that where the pool lacks pages.
     if (needed > free) {
         // What lies above `before` on the stack was free for a moment only.
@@ -126,7 +119,7 @@ __global__ void __launch_bounds__(admit_threads)
         if (threadIdx.x == 0) {
             *any.pool.free_count = before;
         }
-        return;
+        return std::int64_t{needed} - free;
     }
     // 4. Take the new pages.
     running_sums(memory, heads, pages_of, [&](std::int32_t x, int taken) {
@@ -141,6 +134,23 @@ __global__ void __launch_bounds__(admit_threads)
     });
     if (threadIdx.x == 0) {
         *any.pool.free_count = free - needed;
+    }
+    return 0;
+}
+
+/// restore: refill_pages() for all layers of a sequence.
+///
+/// Grid: 1 block. Block: admit_threads. Shared memory: admit_memory.
+/// Out: answer [1] int64, the pages that the pool lacks. Overwrites: page tables, held, refcounts, the stack
+/// of free pages.
+template <class P, class T>
+__global__ void __launch_bounds__(admit_threads)
+    paged_refill_kernel(const DualRef<P, T>* const refs, const std::int32_t layers, const std::int32_t seq,
+                        const std::int64_t* const first, std::int64_t* const answer) {
+    __shared__ admit_memory memory;
+    const std::int64_t lacking = refill_pages(memory, refs, layers, seq, first);
+    if (threadIdx.x == 0) {
+        *answer = lacking;
     }
 }
 
