@@ -1,6 +1,6 @@
 // Moving layers of a sequence between a device and pinned host memory: save_layer and load_layer, straight
-// over the bus and through device memory with a copy, beside a snapshot. 32 layers of 8 heads with 4096 entries
-// of head_dim 128 in bf16, 550 MB. "bytes_per_second" is that of what is saved.
+// over the bus and through device memory with a copy, beside a snapshot. 32 layers of 8 heads with 4096
+// entries of head_dim 128 in bf16, 550 MB. "bytes_per_second" is that of what is saved.
 #include <kvpolicy/caches/cuda/contiguous/dispatch_contiguous.cuh>
 #include <kvpolicy/caches/cuda/dispatch_transfer.cuh>
 #include <kvpolicy/caches/cuda/paged/dispatch_paged.cuh>
