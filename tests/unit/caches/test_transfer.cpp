@@ -35,7 +35,7 @@ CacheShape shape_of(std::int32_t page_size) {
             .page_size = page_size,
             .max_draft_tokens = 2};
 }
-constexpr PoolShape pool{.slab_pages = 60, .max_slabs = 2, .max_seq_len = 300};
+constexpr PoolShape pool{.slab_pages = 800, .max_slabs = 2, .max_seq_len = 300};
 
 /// Bytes at a multiple of 16.
 struct Bytes {
