@@ -131,7 +131,7 @@ refused("--budget: the policy dense does not use it; these do: streaming, keynor
 refused("--scorers: the policy keynorm does not use it; these do: kvpop, gates"
     --policy keynorm --scorers file x)
 foreach(policy IN ITEMS kvpop gates)
-    refused("--scorers: is missing; kvpop and gates need a file of trained scorers (docs/training.md)"
+    refused("--scorers: is missing; kvpop and gates need a file of trained scorers (docs/training/files.md)"
         --policy ${policy} x)
 endforeach()
 foreach(option IN ITEMS rows weights)

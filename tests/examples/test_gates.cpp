@@ -12,7 +12,10 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <cstring>
+#include <filesystem>
 #include <fstream>
+#include <iterator>
 #include <map>
 #include <memory>
 #include <numeric>
@@ -83,6 +86,35 @@ std::string refusal_of(const std::map<std::string, std::string>& changes) {
         metadata[key] = value;
     }
     return message_of([&] { examples::spec_of(metadata, "f"); });
+}
+
+/// What load_scorers says of a file of the folder whose header `damage` has changed; without its path.
+template <class Damage>
+std::string refusal_of_file(const std::string& name, Damage damage) {
+    std::ifstream in(folder + name + ".safetensors", std::ios::binary);
+    std::string bytes{std::istreambuf_iterator<char>(in), {}};
+    std::uint64_t size = 0;
+    std::memcpy(&size, bytes.data(), 8);
+    nlohmann::json header = nlohmann::json::parse(bytes.substr(8, size));
+    damage(header);
+    const std::string text = header.dump();
+    const test::Folder there;
+    const std::filesystem::path path = there.path() / "damaged";
+    const std::uint64_t length = text.size();
+    std::ofstream out(path, std::ios::binary);
+    out.write(reinterpret_cast<const char*>(&length), 8);
+    out << text << bytes.substr(8 + size);
+    out.close();
+    const std::string found = message_of([&] { examples::load_scorers(path); });
+    return found.starts_with(path.string()) ? found.substr(path.string().size()) : found;
+}
+
+/// A damage: the metadata's `key` is `value`.
+auto claims(const std::string& key, const std::string& value) {
+    return [=](nlohmann::json& header) { header["__metadata__"][key] = value; };
+}
+auto lacks(const std::string& key) {
+    return [=](nlohmann::json& header) { header["__metadata__"].erase(key); };
 }
 
 }  // namespace
@@ -179,6 +211,26 @@ TEST_CASE("what a file of gates may not say") {
           "f: \"rope_layout\" is \"sideways\"; it must be one of none, interleaved, half_split");
     CHECK(refusal_of({{"policy", "lte"}, {"kind", "conv"}, {"delay", "13"}}) ==
           "f: \"delay\" is 13; it must be the window, 14, which must be 13 or more");
+    CHECK(
+        refusal_of({{"policy", "lte"}, {"kind", "conv"}, {"delay", "14"}, {"dim_k", "4"}, {"dim_v", "3"}}) ==
+        "f: \"dim_k\" + \"dim_v\" is 7; a conv halves it three times, so it must be 8 or more");
+    CHECK(refusal_of({{"policy", "dms"}, {"kind", "mlp"}}) ==
+          "f: \"threshold\" is 0.45; of policy dms it must be 0.5");
+    CHECK(refusal_of({{"policy", "dms"}, {"kind", "mlp"}, {"threshold", "0.5"}, {"budget", "7"}}) ==
+          "f: \"budget\" is 7; policy dms has none");
+    CHECK(refusal_of({{"threshold", "nan"}}) == "f: \"threshold\" is nan; it must be a probability, 0 to 1");
+    CHECK(refusal_of({{"rope_layout", "none"}}) ==
+          "f: has no \"rope_layout\"; a write_gate needs interleaved or half_split");
+    for (const char* base : {"0", "-1", "inf", "nan"}) {
+        CHECK(contains(refusal_of({{"rope_base", base}}), "it must be a finite number above 0"));
+    }
+    for (const char* dims : {"3", "10"}) {
+        CHECK(contains(refusal_of({{"rope_dims", dims}}), "it must be even, and at most \"dim_k\", 8"));
+    }
+    CHECK(refusal_of({{"gate_softcap", "nan"}}) ==
+          "f: \"gate_softcap\" is nan; it must be a finite number, 0 or more");
+    CHECK(refusal_of({{"skip", "yes"}}) == "f: \"skip\" is \"yes\"; it must be 0 or 1");
+    CHECK(contains(refusal_of({{"gamma_min", "0.9"}, {"gamma_max", "0.8"}}), "they must be above 0"));
     const examples::TrainedScorers spkv = examples::load_scorers(folder + "spkv.safetensors");
     llama::Config other = model().config;
     other.hidden_size = 64;
@@ -188,4 +240,85 @@ TEST_CASE("what a file of gates may not say") {
     CHECK(message_of([&] {
               examples::make_trained(ctx, model().config, spkv, {"", 32, 2, 14});
           }) == "scorers: policy spkv is not allowed; it must be kvpop");
+}
+
+TEST_CASE("damaged files of gates") {
+    const auto same = [](nlohmann::json&) {};
+    for (const auto& [name, _] : expected()["files"].items()) {
+        CHECK(refusal_of_file(name, same).empty());
+    }
+    for (const char* name : {"spkv", "wgkv"}) {
+        CHECK(refusal_of_file(name, lacks("threshold")) ==
+              ": has no \"threshold\"; gates of " + std::string(name) + " need a probability, 0 to 1");
+    }
+    // Sizes that no tensor has, before memory is taken for them.
+    CHECK(refusal_of_file("wgkv", claims("layers", "100000000000")) ==
+          ": \"layers\" is \"100000000000\"; a number is needed");
+    for (const std::string name : {"spkv", "wgkv", "lte", "dms-linear", "dms-mlp", "kvpop-linear"}) {
+        CAPTURE(name);
+        CHECK(contains(refusal_of_file(name, claims("layers", "65536")), ": has no tensor layers.2."));
+        CHECK(contains(refusal_of_file(name, claims("layers", "1")), "is not allowed; scorers of kind"));
+        CHECK(contains(refusal_of_file(name, claims("heads", "65536")), "this architecture needs [65536"));
+    }
+    for (const std::string name : {"spkv", "wgkv", "dms-mlp"}) {
+        CHECK(contains(refusal_of_file(name, claims("hidden", "65536")), "this architecture needs ["));
+    }
+    CHECK(contains(refusal_of_file("spkv", claims("width", "65536")), "this architecture needs [6, 65536]"));
+    CHECK(contains(refusal_of_file("dms-linear", claims("dim_v", "65536")), "needs [2, 65544]"));
+    for (const std::string name : {"spkv", "wgkv", "lte", "dms-mlp", "dms-linear"}) {
+        const std::string first = name == "dms-linear" ? "layers.1.weight" : "layers.1.w1";
+        CHECK(refusal_of_file(name, [&](nlohmann::json& header) {
+                  header["layers.1.other"] = header[first];
+                  header.erase(first);
+              }) == ": has no tensor " + first);
+        CHECK(contains(refusal_of_file(name,
+                                       [&](nlohmann::json& header) {
+                                           auto& shape = header[first]["shape"];
+                                           std::int64_t all = 1;
+                                           for (const auto& size : shape) {
+                                               all *= size.get<std::int64_t>();
+                                           }
+                                           shape = {all};
+                                       }),
+                       ": tensor " + first + " has shape ["));
+    }
+    // A rotation that the gate would not undo.
+    CHECK(contains(refusal_of_file("wgkv-capped",
+                                   [](nlohmann::json& header) { header["__metadata__"]["rope_dims"] = "4"; }),
+                   "tensor rope_frequencies has shape [4]; this architecture needs [2]"));
+    CHECK(contains(refusal_of_file("wgkv", lacks("rope_layout")), ": has no \"rope_layout\""));
+    CHECK(contains(refusal_of_file("lte",
+                                   [](nlohmann::json& header) {
+                                       header["alpha"] = header["layers.0.readout"];
+                                       header.erase("layers.0.readout");
+                                   }),
+                   ": has no tensor layers.0.readout"));
+    CHECK(contains(refusal_of_file("dms-linear",
+                                   [](nlohmann::json& header) {
+                                       header["alpha"] = header["layers.0.bias"];
+                                       header.erase("layers.0.bias");
+                                   }),
+                   "tensor \"alpha\" is not allowed; scorers of kind linear for policy dms"));
+}
+
+TEST_CASE("gates that undo another rotation than the model's") {
+    llama::Config other = model().config;
+    for (const std::string name : {"wgkv", "wgkv-capped", "lte"}) {
+        CAPTURE(name);
+        const examples::TrainedScorers gates = examples::load_scorers(folder + name + ".safetensors");
+        other.rope_theta = 100.0;
+        CHECK(message_of([&] { examples::check_fits(gates, other, "f"); }).empty());
+        other.rope_theta = 10000.0;
+        const std::string theirs = name == "wgkv-capped" ? "with frequencies" : "theta 100";
+        CHECK(message_of([&] { examples::check_fits(gates, other, "f"); }) ==
+              "f: has scorers for keys that RoPE rotates as half_split, " + theirs +
+                  ", 8 numbers; the model's are half_split, theta 10000, 8 numbers");
+    }
+    examples::TrainedScorers turned = examples::load_scorers(folder + "wgkv.safetensors");
+    turned.spec.rope_layout = "interleaved";
+    CHECK(contains(message_of([&] { examples::check_fits(turned, model().config, "f"); }), "as interleaved"));
+    turned.spec.rope_layout = "half_split", turned.spec.rope_dims = 4;
+    CHECK(contains(message_of([&] { examples::check_fits(turned, model().config, "f"); }), "4 numbers; the"));
+    turned.spec.rope_dims = 8;
+    CHECK(message_of([&] { examples::check_fits(turned, model().config, "f"); }).empty());
 }

@@ -113,7 +113,7 @@ ALLOWED = (
     # The slots of a top-k set.
     (r"\bslots\b", r"include/kvpolicy/caches/", r"//.*\b(top-k|free|get) slots\b"),
     # Keys of safetensors metadata, and a label that stands in result files.
-    (r"\bdim_", r"examples/apps/support/scorers\.cpp", r"\"dim_k\", \"dim_v\""),
+    (r"\bdim_", r"examples/apps/support/scorers\.cpp|tests/examples/test_gates\.cpp", r"\\?\"dim_[kv]\\?\""),
     (r"\bdim_", r"python/kvpolicy/files\.py", r"\"dim_k\", \"dim_v\""),
     (r"\bdim_", r"docs/training(/files)?\.md", r"`dim_k`, `dim_v`"),
     (r"\bsoftcap\b", r"examples/apps/support/scorers\.cpp", r"\"mlstm: .* softcap "),

@@ -42,6 +42,7 @@ KINDS = {
     "wgkv": ("wgkv", lambda: kvp.WriteGateScorer(2, 8, 6, rope=ROPE), {"threshold": 0.45}),
     "wgkv-capped": ("wgkv", lambda: kvp.WriteGateScorer(2, 8, 6, rope=RATES), {"budget": 11}),
     "lte": ("lte", lambda: kvp.ConvScorer(2, 8, delay=WINDOW, rope=ROPE), {"budget": 9}),
+    "lte-mlp": ("lte", lambda: kvp.MLPScorer(2, 8, 5), {"budget": 9}),
     "dms-linear": ("dms", lambda: kvp.LinearScorer(2, 8), {}),
     "dms-mlp": ("dms", lambda: kvp.MLPScorer(2, 8, 5), {}),
     "dms-hidden": ("dms", lambda: kvp.UtilityPredictor(2, 32, 6), {}),

@@ -178,7 +178,7 @@ const TrainedScorers& load(PolicySetting& setting) {
     const llama::Config& config = setting.model.config;
     if (options.scorers.empty()) {
         llama::fail(
-            "--scorers: is missing; kvpop and gates need a file of trained scorers (docs/training.md)");
+            "--scorers: is missing; kvpop and gates need a file of trained scorers (docs/training/files.md)");
     }
     setting.scorers = load_scorers(options.scorers);
     check_fits(*setting.scorers, config, options.scorers);

@@ -27,7 +27,7 @@ struct PolicyOptions {
     double density = 0.25;  ///< of the keys out of the window, the fraction that is kept
     double gamma = 1.0;     ///< by which scores decay with every token, in (0, 1]
     std::uint64_t seed = 1;
-    std::string scorers;                     ///< file of trained scorers (docs/training.md)
+    std::string scorers;                     ///< file of trained scorers (docs/training/files.md)
     llama::DType rows = llama::DType::bf16;  ///< BF16 or F32: what the cache stores
 };
 

@@ -100,7 +100,7 @@ struct System {
 const System systems[] = {{"kvpop", "KVpop", {"mlp", "mlstm", "linear"}},
                           {"spkv", "SP-KV", {"utility"}},
                           {"wgkv", "WG-KV", {"write_gate"}},
-                          {"lte", "LTE", {"conv"}},
+                          {"lte", "LTE", {"conv", "mlp"}},
                           {"dms", "DMS", {"linear", "mlp", "utility"}},
                           {"streaming", "StreamLLM+", {"none"}}};
 
@@ -134,15 +134,27 @@ bool ScorerSpec::same_architecture(const ScorerSpec& other) const {
     return architecture() == other.architecture();
 }
 
+namespace {
+
+/// Calls visit(name, array, count) for the parameters that scorers of this spec have. `into`: their arrays.
+template <class S, class Visit>
+void for_each_array(const ScorerSpec& spec, const S& scorer, typename S::template parameters<float>& into,
+                    Visit&& visit) {
+    for_each_parameter(scorer, into, [&](const char* name, float*& array, std::size_t count, bool) {
+        if (count != 0 && !left_out(spec, name)) {
+            visit(name, array, count);
+        }
+    });
+}
+
+}  // namespace
+
 template <class S>
 ScorerStack<S>::ScorerStack(const ScorerSpec& spec) {
     for (std::int32_t l = 0; l < spec.layers; ++l) {
         S scorer = sized(spec, S{});
         auto& into = parameters.emplace_back();
-        for_each_parameter(scorer, into, [&](const char* name, float*& array, std::size_t count, bool) {
-            if (count == 0 || left_out(spec, name)) {
-                return;
-            }
+        for_each_array(spec, scorer, into, [&](const char* name, float*& array, std::size_t count) {
             Array& added = arrays.emplace_back();
             added.name = fmt::format("layers.{}.{}", l, name);
             added.shape = shape_of(scorer, name, static_cast<std::int64_t>(count));
@@ -224,6 +236,46 @@ void check_system(const ScorerSpec& spec, const std::string& file) {
     }
 }
 
+/// Refuses numbers that contradict the policy, and a gate without a threshold.
+void check_policy(const ScorerSpec& spec, bool has_threshold, const std::string& file) {
+    const bool thresholded = spec.policy == "spkv" || spec.policy == "wgkv";
+    if (thresholded && !has_threshold) {
+        llama::fail("{}: has no \"threshold\"; gates of {} need a probability, 0 to 1", file, spec.policy);
+    }
+    if (!(spec.threshold >= 0.0 && spec.threshold <= 1.0)) {
+        llama::fail("{}: \"threshold\" is {}; it must be a probability, 0 to 1", file, spec.threshold);
+    }
+    if (!thresholded && spec.threshold != 0.5) {
+        llama::fail("{}: \"threshold\" is {}; of policy {} it must be 0.5", file, spec.threshold,
+                    spec.policy);
+    }
+    if (spec.budget >= 0 && (spec.policy == "dms" || spec.policy == "streaming")) {
+        llama::fail("{}: \"budget\" is {}; policy {} has none", file, spec.budget, spec.policy);
+    }
+    if (!(spec.gamma_min > 0.0 && spec.gamma_min <= spec.gamma_max && spec.gamma_max <= 1.0)) {
+        llama::fail("{}: \"gamma_min\" is {} and \"gamma_max\" {}; they must be above 0, at most 1, and rise",
+                    file, spec.gamma_min, spec.gamma_max);
+    }
+}
+
+/// Refuses a rotation that no keys have.
+void check_rope(const ScorerSpec& spec, const std::string& file) {
+    if (std::ranges::find(rope_layouts, spec.rope_layout) == std::end(rope_layouts)) {
+        llama::fail("{}: \"rope_layout\" is {}; it must be one of {}", file,
+                    llama::printable(spec.rope_layout), fmt::join(rope_layouts, ", "));
+    }
+    if (spec.kind == "write_gate" && spec.rope_layout == "none") {
+        llama::fail("{}: has no \"rope_layout\"; a write_gate needs interleaved or half_split", file);
+    }
+    if (!(spec.rope_base > 0.0f && std::isfinite(spec.rope_base))) {
+        llama::fail("{}: \"rope_base\" is {}; it must be a finite number above 0", file, spec.rope_base);
+    }
+    if (spec.rope_layout != "none" && (spec.rope_dims > spec.head_dim_qk || spec.rope_dims % 2 != 0)) {
+        llama::fail("{}: \"rope_dims\" is {}; it must be even, and at most \"dim_k\", {}", file,
+                    spec.rope_dims, spec.head_dim_qk);
+    }
+}
+
 /// Whether a file with scorers of this kind has a number of this name.
 bool has_number(std::string_view kind, std::string_view name) {
     const bool of_policy = name == "sinks" || name == "window";
@@ -283,6 +335,13 @@ ScorerSpec spec_of(const std::map<std::string, std::string, std::less<>>& metada
                         llama::printable(text("norm")), layer_norm_name);
         }
         spec.skip = text("skip") == "1";
+        if (!spec.skip && text("skip") != "0") {
+            llama::fail("{}: \"skip\" is {}; it must be 0 or 1", file, llama::printable(text("skip")));
+        }
+        if (!(spec.gate_softcap >= 0.0f && std::isfinite(spec.gate_softcap))) {
+            llama::fail("{}: \"gate_softcap\" is {}; it must be a finite number, 0 or more", file,
+                        spec.gate_softcap);
+        }
     }
     parse("gamma_min", spec.gamma_min);
     parse("gamma_max", spec.gamma_max);
@@ -299,6 +358,10 @@ ScorerSpec spec_of(const std::map<std::string, std::string, std::less<>>& metada
         llama::fail("{}: \"delay\" is {}; it must be the window, {}, which must be 13 or more", file,
                     spec.delay, spec.window);
     }
+    if (spec.kind == "conv" && spec.head_dim_qk + spec.head_dim_vo < 8) {
+        llama::fail("{}: \"dim_k\" + \"dim_v\" is {}; a conv halves it three times, so it must be 8 or more",
+                    file, spec.head_dim_qk + spec.head_dim_vo);
+    }
     if (spec.kind == "utility") {
         parse_from("width", spec.width, 1);
     }
@@ -307,29 +370,17 @@ ScorerSpec spec_of(const std::map<std::string, std::string, std::less<>>& metada
     }
     if (given("threshold")) {
         parse("threshold", spec.threshold);
-        if (!(spec.threshold >= 0.0 && spec.threshold <= 1.0)) {
-            llama::fail("{}: \"threshold\" is {}; it must be a probability, 0 to 1", file, spec.threshold);
-        }
     }
     if (given("budget")) {
         parse_from("budget", spec.budget, 0);
     }
+    check_policy(spec, given("threshold"), file);
     if (given("rope_layout")) {
         spec.rope_layout = text("rope_layout");
-        if (std::ranges::find(rope_layouts, spec.rope_layout) == std::end(rope_layouts)) {
-            llama::fail("{}: \"rope_layout\" is {}; it must be one of {}", file,
-                        llama::printable(spec.rope_layout), fmt::join(rope_layouts, ", "));
-        }
         parse("rope_base", spec.rope_base);
         parse_from("rope_dims", spec.rope_dims, 0);
-        if (!(spec.rope_base > 0.0f) || std::isinf(spec.rope_base)) {
-            llama::fail("{}: \"rope_base\" is {}; it must be a finite number above 0", file, spec.rope_base);
-        }
-        if (spec.rope_dims % 2 != 0 || spec.rope_dims > spec.head_dim_qk) {
-            llama::fail("{}: \"rope_dims\" is {}; it must be even and at most {}", file, spec.rope_dims,
-                        spec.head_dim_qk);
-        }
     }
+    check_rope(spec, file);
     constexpr std::string_view prefix = "training.";
     for (const auto& [key, value] : metadata) {
         if (key.starts_with(prefix)) {
@@ -375,8 +426,8 @@ std::vector<float> TrainedScorers::thresholds(double share) const {
 
 namespace {
 
-std::vector<float> read(const llama::Safetensors& file, const std::string& name,
-                        const std::vector<std::int64_t>& shape) {
+const llama::Tensor& tensor_of(const llama::Safetensors& file, const std::string& name,
+                               const std::vector<std::int64_t>& shape) {
     const llama::Tensor* tensor = file.find(name);
     if (tensor == nullptr) {
         llama::fail("{}: has no tensor {}", file.path(), name);
@@ -385,8 +436,14 @@ std::vector<float> read(const llama::Safetensors& file, const std::string& name,
         llama::fail("{}: tensor {} has shape {}; this architecture needs {}", file.path(), name,
                     llama::shape_text(tensor->shape), llama::shape_text(shape));
     }
-    std::vector<float> values(tensor->numel);
-    llama::to_float(*tensor, values);
+    return *tensor;
+}
+
+std::vector<float> read(const llama::Safetensors& file, const std::string& name,
+                        const std::vector<std::int64_t>& shape) {
+    const llama::Tensor& tensor = tensor_of(file, name, shape);
+    std::vector<float> values(tensor.numel);
+    llama::to_float(tensor, values);
     for (std::size_t i = 0; i < values.size(); ++i) {
         if (!std::isfinite(values[i])) {
             llama::fail("{}: tensor {} holds {} at {}; numbers must be finite", file.path(), name, values[i],
@@ -396,28 +453,63 @@ std::vector<float> read(const llama::Safetensors& file, const std::string& name,
     return values;
 }
 
-/// Before the memory of a stack is allocated: refuses sizes of which the file cannot have the numbers.
-/// `of_file` is how many of a scorer's numbers one of the file stands for.
+/// The names of the tensors of all scorers. Refuses a file that does not have them in their shapes, before
+/// memory of the claimed sizes is taken.
 template <class S>
-void check_size(const ScorerSpec& spec, const llama::Safetensors& file, std::size_t of_file) {
-    std::size_t numbers = 0, largest = 0;
-    for (const llama::Tensor& tensor : file.tensors()) {
-        numbers += tensor.numel;
-    }
+std::vector<std::string> checked_names(const ScorerSpec& spec, const llama::Safetensors& file) {
     const S scorer = sized(spec, S{});
-    typename S::template parameters<float> none;
-    for_each_parameter(scorer, none, [&](const char* name, float*&, std::size_t count, bool) {
-        largest = left_out(spec, name) ? largest : std::max(largest, count);
-    });
-    if (largest > of_file * numbers || static_cast<std::size_t>(spec.layers) > file.tensors().size()) {
-        llama::fail("{}: has {} tensors of {} numbers in all, too few for {}", file.path(),
-                    file.tensors().size(), numbers, spec.architecture());
+    typename S::template parameters<float> none{};
+    std::vector<std::string> names;
+    for (std::int32_t l = 0; l < spec.layers; ++l) {
+        for_each_array(spec, scorer, none, [&](const char* name, float*&, std::size_t count) {
+            names.push_back(fmt::format("layers.{}.{}", l, name));
+            tensor_of(file, names.back(), shape_of(scorer, name, static_cast<std::int64_t>(count)));
+        });
+    }
+    return names;
+}
+
+/// The same of linear scorers, whose bias may be absent.
+std::vector<std::string> checked_linear_names(const ScorerSpec& spec, const llama::Safetensors& file) {
+    std::vector<std::string> names;
+    for (std::int32_t l = 0; l < spec.layers; ++l) {
+        const std::string layer = fmt::format("layers.{}.", l);
+        tensor_of(file, layer + "weight", {spec.heads, std::int64_t{spec.head_dim_qk} + spec.head_dim_vo});
+        names.push_back(layer + "weight");
+        if (file.find(layer + "bias") != nullptr) {
+            tensor_of(file, layer + "bias", {spec.heads});
+            names.push_back(layer + "bias");
+        }
+    }
+    return names;
+}
+
+/// Refuses a file whose tensors are not those of its metadata.
+void check_tensors(const ScorerSpec& spec, const llama::Safetensors& file) {
+    std::vector<std::string> names = spec.kind == "linear"       ? checked_linear_names(spec, file)
+                                     : spec.kind == "mlstm"      ? checked_names<Mlstm>(spec, file)
+                                     : spec.kind == "write_gate" ? checked_names<WriteGate>(spec, file)
+                                     : spec.kind == "conv"       ? checked_names<Conv>(spec, file)
+                                     : spec.kind == "utility"    ? checked_names<Predictor>(spec, file)
+                                                                 : checked_names<Mlp>(spec, file);
+    if (spec.policy == "kvpop") {
+        names.insert(names.end(), {"alpha", "score_quantiles"});
+    }
+    if (spec.rope_layout != "none") {
+        names.emplace_back("rope_frequencies");
+    }
+    std::ranges::sort(names);
+    for (const llama::Tensor& tensor : file.tensors()) {
+        if (!std::ranges::binary_search(names, tensor.name)) {
+            llama::fail(
+                "{}: tensor {} is not allowed; scorers of kind {} for policy {} have none of this name",
+                file.path(), llama::printable(tensor.name), spec.kind, spec.policy);
+        }
     }
 }
 
 template <class S>
 AnyStack read_stack(const ScorerSpec& spec, const llama::Safetensors& file) {
-    check_size<S>(spec, file, 1);
     ScorerStack<S> stack(spec);
     for (auto& array : stack.arrays) {
         const std::vector<float> values = read(file, array.name, array.shape);
@@ -428,7 +520,6 @@ AnyStack read_stack(const ScorerSpec& spec, const llama::Safetensors& file) {
 
 /// z = a . x + b as SiLU(z) - SiLU(-z).
 AnyStack read_linear(const ScorerSpec& spec, const llama::Safetensors& file) {
-    check_size<Mlp>(spec, file, 4);
     ScorerStack<Mlp> stack(spec);
     const std::int64_t heads = spec.heads, inputs = std::int64_t{spec.head_dim_qk} + spec.head_dim_vo;
     for (std::int32_t layer = 0; layer < spec.layers; ++layer) {
@@ -486,6 +577,7 @@ void read_frequencies(TrainedScorers& scorers, const llama::Safetensors& file) {
 TrainedScorers load_scorers(const std::filesystem::path& path) {
     const llama::Safetensors file(path);
     ScorerSpec spec = spec_of(file.metadata(), file.path());
+    check_tensors(spec, file);
     auto stack = read_any(spec, file);
     TrainedScorers scorers{std::move(spec), std::move(stack), {}, {}, {}, {}};
     read_frequencies(scorers, file);
@@ -499,6 +591,38 @@ TrainedScorers load_scorers(const std::filesystem::path& path) {
     scorers.log_gamma = log_gammas(scorers.spec, scorers.alpha);
     return scorers;
 }
+
+namespace {
+
+/// Refuses gates that would undo another rotation than the model's: theta, all numbers of a key, in halves.
+void check_rotation(const TrainedScorers& scorers, const llama::Config& config, const std::string& file) {
+    const ScorerSpec& s = scorers.spec;
+    if (s.rope_layout == "none") {
+        return;
+    }
+    const bool whole = s.rope_dims == 0 || s.rope_dims == config.head_dim;
+    bool same = s.rope_layout == "half_split" && whole;
+    if (scorers.frequencies.empty()) {
+        same = same && s.rope_base == static_cast<float>(config.rope_theta);
+    }
+    // Rounded to fp32 by whoever wrote them, and before it their exponents, of at most log(theta).
+    const double error = (2.0 + std::abs(std::log(config.rope_theta))) * 0x1p-23;
+    for (std::size_t i = 0; same && i < scorers.frequencies.size(); ++i) {
+        const double right =
+            std::pow(config.rope_theta, -2.0 * static_cast<double>(i) / static_cast<double>(config.head_dim));
+        same = std::abs(static_cast<double>(scorers.frequencies[i]) - right) <= error * right;
+    }
+    if (!same) {
+        llama::fail(
+            "{}: has scorers for keys that RoPE rotates as {}, {}, {} numbers; the model's are "
+            "half_split, theta {}, {} numbers",
+            file, s.rope_layout,
+            scorers.frequencies.empty() ? fmt::format("theta {}", s.rope_base) : "with frequencies",
+            s.rope_dims == 0 ? s.head_dim_qk : s.rope_dims, config.rope_theta, config.head_dim);
+    }
+}
+
+}  // namespace
 
 void check_fits(const TrainedScorers& scorers, const llama::Config& config, const std::string& file) {
     const ScorerSpec& s = scorers.spec;
@@ -520,6 +644,7 @@ void check_fits(const TrainedScorers& scorers, const llama::Config& config, cons
             file, s.layers, s.heads, s.head_dim_qk, s.head_dim_vo, config.layers, config.kv_heads,
             config.head_dim);
     }
+    check_rotation(scorers, config, file);
 }
 
 template <class S>

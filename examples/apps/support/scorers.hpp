@@ -113,11 +113,13 @@ std::string beta_name(float beta);
 /// log gamma of each (layer, head) from alpha; zeros where alpha is empty.
 std::vector<float> log_gammas(const ScorerSpec& spec, const std::vector<float>& alpha);
 
-/// Throws llama::Error for a file that is no scorer file, names a policy that its scorers are not for, misses
-/// tensors or has them in another shape, or holds numbers that are not finite.
+/// Throws llama::Error for a file that is no scorer file, names a policy that its scorers are not for, lacks
+/// a number of its policy, has other tensors than its metadata says, or holds numbers that are not finite.
+/// Takes no memory for sizes that its tensors do not have.
 TrainedScorers load_scorers(const std::filesystem::path& path);
 
-/// Throws llama::Error unless the scorers fit a model of this shape.
+/// Throws llama::Error unless the scorers fit a model of this shape, and undo its rotation of keys where they
+/// undo one.
 void check_fits(const TrainedScorers& scorers, const llama::Config& config, const std::string& file);
 
 /// Writes scorers; matrices in bf16 where `small`.

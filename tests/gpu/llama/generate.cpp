@@ -260,8 +260,8 @@ TEST_CASE("files of gates: the host's logits and entries") {
     std::vector<std::int64_t> positions(tokens.size());
     std::iota(positions.begin(), positions.end(), 0);
     const auto vocab = static_cast<std::size_t>(model.config.vocab_size);
-    for (const char* name :
-         {"spkv", "wgkv", "wgkv-capped", "lte", "dms-linear", "dms-mlp", "dms-hidden", "streaming"}) {
+    for (const char* name : {"spkv", "wgkv", "wgkv-capped", "lte", "lte-mlp", "dms-linear", "dms-mlp",
+                             "dms-hidden", "streaming"}) {
         CAPTURE(name);
         const TrainedScorers trained = load_scorers(folder + name + ".safetensors");
         const HostCache host_cache = make_gates(ctx, model.config, trained, 256);
