@@ -19,13 +19,12 @@ try:
 except ImportError as error:
     raise ImportError("kvpolicy.training needs transformers: pip install transformers") from error
 
-from kvpolicy.scorers import Rope
+from kvpolicy.fits import rope_of
+
+__all__ = ["LayerInputs", "attend_with", "attention_modules", "rope_of"]
 
 NAME = "kvpolicy_training"
 _SOFT_CAP = "softcap"  # transformers' argument
-# Models of transformers whose pairs are neighbors, and those whose full layers do not rotate their keys.
-_INTERLEAVED = ("cohere", "ernie4_5", "ernie4_5_moe", "glm", "glm4", "helium")
-_WINDOWS_ROTATE = ("cohere2", "cohere2_moe", "exaone4", "exaone_moe")
 
 
 @dataclasses.dataclass
@@ -70,30 +69,6 @@ def attention_modules(model):
             "layers all have an attention module with k_proj"
         )
     return [found[layer] for layer in range(len(found))]
-
-
-def rope_of(config):
-    """How a model rotates the keys of its layers of full attention, for scorers that look at keys before
-    RoPE; Rope(None) for a model without RoPE. Raises NotImplementedError for a rotation whose frequencies
-    depend on the length, and for layers of full attention of which some rotate their keys and some do not."""
-    config = config.get_text_config(decoder=True)
-    skips = 0 in (getattr(config, "no_rope_layers", None) or ()) or config.model_type in _WINDOWS_ROTATE
-    if skips:
-        raise NotImplementedError(
-            f"model_type: {config.model_type!r} is not allowed; all layers must rotate their keys"
-        )
-    found = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    found = found.get("full_attention", found)  # by type of layer
-    if not found and getattr(config, "rope_theta", None) is None:
-        return Rope(None)
-    kind = found.get("rope_type", "default")
-    if kind != "default":
-        raise NotImplementedError(f"rope_type: {kind!r} is not allowed; it must be 'default'")
-    base = found.get("rope_theta") or getattr(config, "rope_theta", 10000.0)
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    share = found.get("partial_rotary_factor") or getattr(config, "partial_rotary_factor", None) or 1.0
-    layout = "interleaved" if config.model_type in _INTERLEAVED else "half_split"
-    return Rope(layout, float(base), 0 if share == 1.0 else int(head_dim * share))
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from kvpolicy.caches import FULL, Cache, observes, reads_hidden, unscored
 from kvpolicy.files import Scorers
+from kvpolicy.fits import check_fits, kv_heads_of
 from kvpolicy.policy import Policy, Window
 
 try:
@@ -130,16 +131,11 @@ class KVPolicyCache(_TransformersCache):
     def from_pretrained(cls, path, model, *, budget=None, **options):
         """A cache with the policy and the trained scorers of a file (Scorers.save, train_scorer). `budget` is
         the most entries per head, sinks and window included: of KVpop 512 by default, of other systems what
-        the file says, which for a gate may be no bound. Options are those of the class."""
+        the file says, which for a gate may be no bound. Options are those of the class. Raises ValueError for
+        scorers that do not fit the model: layers, KV heads, or the rotation that a scorer undoes."""
         scorers = Scorers.load(path).requires_grad_(False)
         config = getattr(model, "config", model).get_text_config(decoder=True)
-        heads = _kv_heads_of(config)
-        found = (len(scorers.layers), scorers.heads)
-        if scorers.layers and found != (config.num_hidden_layers, heads):
-            raise ValueError(
-                f"{path}: scorers of {found[0]} layers, {found[1]} heads are not allowed; the model has "
-                f"{config.num_hidden_layers} layers, {heads} KV heads"
-            )
+        check_fits(scorers, config, path)
         if budget is None and scorers.system == "kvpop" and scorers.budget is None:
             budget = 512
         long_range = None if budget is None else budget - scorers.sinks - scorers.window
@@ -420,10 +416,6 @@ class KVPolicyCache(_TransformersCache):
             self.batch_select_indices(torch.arange(self.cache.sequences).repeat_interleave(repeats))
 
 
-def _kv_heads_of(config):
-    return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-
-
 def _heads_of(model, config):
     """(first, last): the KV heads that this process has of a model under tensor parallelism; None: all. The
     weight of a key projection says it, a DTensor that is sharded by its rows."""
@@ -440,7 +432,7 @@ def _heads_of(model, config):
         return None  # FSDP gathers weights, so each process has all heads
     else:
         dim = 0
-    rank, ranks, heads = mesh.get_local_rank(dim), mesh.size(dim), _kv_heads_of(config)
+    rank, ranks, heads = mesh.get_local_rank(dim), mesh.size(dim), kv_heads_of(config)
     if not weight.placements[dim].is_shard(0) or ranks == 1:
         return None
     if heads % ranks:

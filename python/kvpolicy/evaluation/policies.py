@@ -10,6 +10,7 @@ from torch import nn
 
 from kvpolicy.attention import causal_lse, future_mass
 from kvpolicy.files import SYSTEMS, Scorers
+from kvpolicy.fits import check_fits
 from kvpolicy.masks import build_mask
 from kvpolicy.metrics import oracle_recall
 from kvpolicy.observed import H2O, TOVA, SnapKV
@@ -130,14 +131,7 @@ def trained(path, window, model):
     if not path.is_file():
         raise FileNotFoundError(f"scorers: {path} is not allowed; it must be a file of Scorers.save")
     scorers = Scorers.load(path).requires_grad_(False).to(model.device)
-    config = model.config.get_text_config(decoder=True)
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    found = (len(scorers.layers), scorers.heads)
-    if scorers.layers and found != (config.num_hidden_layers, heads):
-        raise ValueError(
-            f"scorers: {path} of {found[0]} layers, {found[1]} heads is not allowed; the model has "
-            f"{config.num_hidden_layers} layers, {heads} KV heads"
-        )
+    check_fits(scorers, model.config, path)
     if scorers.system != "kvpop":
         label = SYSTEMS[scorers.system]
         if scorers.system in ("spkv", "wgkv"):
