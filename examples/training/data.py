@@ -49,6 +49,14 @@ class Text(torch.utils.data.Dataset):
         """A hash of the text, by which a checkpoint knows it."""
         return hashlib.sha256(self.ids.numpy().tobytes()).hexdigest()[:16]
 
+    def __getstate__(self):
+        """For a worker of a DataLoader: the text as an array, since tensors go through /dev/shm, which may be
+        smaller than a text."""
+        return {**self.__dict__, "ids": self.ids.numpy()}
+
+    def __setstate__(self, state):
+        self.__dict__.update(state, ids=torch.from_numpy(state["ids"]))
+
     def __len__(self):
         return self.samples
 

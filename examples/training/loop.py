@@ -19,13 +19,15 @@ import data
 import kvpolicy as kvp
 import models
 import torch
+from batches import Batches
 from kvpolicy.whole_file import output_lock, whole_files, whole_path, write_whole
 from step_graph import StepGraph
 from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-
 CHECKPOINT = "checkpoint.pt"  # in --out
+# Options in which a resumed run may differ.
+FREE = ("out", "resume", "seconds", "device", "workers", "log_every", "evaluate_every", "checkpoint_every")
 
 
 class Refused(SystemExit):
@@ -48,6 +50,7 @@ def parser_of(method):
     add("--tokens", type=int, default=1024, help="tokens per sample")
     add("--batch", type=int, default=8, help="samples per step, of all processes")
     add("--steps", type=int, default=1000)
+    add("--workers", type=int, default=None, help="processes that make samples; default: 2 on CUDA, else 0")
     add("--rate", type=float, default=1e-3, help="learning rate of gates and scorers")
     add("--model-rate", type=float, default=1e-4, help="learning rate of the model's weights")
     add("--warmup", type=int, default=20, help="steps until the full learning rate")
@@ -77,6 +80,7 @@ def check(options):
         ("tokens", "2 or more", options.tokens >= 2),
         ("batch", "1 or more", options.batch >= 1),
         ("steps", "0 or more", options.steps >= 0),
+        ("workers", "0 or more", options.workers is None or options.workers >= 0),
         ("rate", "a finite number, 0 or more", options.rate is None or 0 <= options.rate < math.inf),
         ("model_rate", "a finite number, 0 or more", 0 <= options.model_rate < math.inf),
         ("warmup", "0 or more", options.warmup >= 0),
@@ -223,6 +227,10 @@ class Trainer:
         )
         self.schedule = self.method.schedule(self.optimizer)
         self.step, self.log, self.interrupts = 0, [], Interrupts()
+        workers = 2 * (ranks.device.type == "cuda") if options.workers is None else options.workers
+        self.batches = Batches(
+            self.train_data, self.samples_of, options.steps, device=ranks.device, workers=workers
+        )
         trained = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         self.trained = {name: p for name, p in self.method.named_parameters() if id(p) in trained}
         graph = options.cuda_graph and ranks.device.type == "cuda" and ranks.count == 1
@@ -236,12 +244,7 @@ class Trainer:
 
     def identity(self):
         """What a checkpoint and the run that resumes from it must have in common."""
-        options = {
-            name: str(value)
-            for name, value in sorted(vars(self.options).items())
-            if name
-            not in ("out", "resume", "seconds", "device", "log_every", "evaluate_every", "checkpoint_every")
-        }
+        options = {name: str(value) for name, value in sorted(vars(self.options).items()) if name not in FREE}
         return {
             "method": self.method.name,
             "model": models.fingerprint(self.method.model),
@@ -301,10 +304,15 @@ class Trainer:
 
     # ---- steps ---------------------------------------------------------------------------------------------
 
-    def batch(self, dataset, first, count):
-        """Samples first to first + count - 1 of a data set, on the device."""
-        samples = [dataset[index] for index in range(first, first + count)]
-        return [torch.stack(parts).to(self.ranks.device, non_blocking=True) for parts in zip(*samples)]
+    def samples_of(self, step):
+        """The numbers of this process's training samples in a step."""
+        share = self.options.batch // self.ranks.count
+        first = step * self.options.batch + self.ranks.rank * share
+        return range(first, first + share)
+
+    def batch(self, dataset, index):
+        """One sample of a data set as a batch on the device."""
+        return [part[None].to(self.ranks.device) for part in dataset[index]]
 
     def precision(self):
         wide = self.options.fp32 or self.ranks.device.type != "cuda"
@@ -331,9 +339,7 @@ class Trainer:
     def train_step(self):
         """One step of the optimizer; returns the losses, and the norm of the gradient before clipping, as
         scalars on the device."""
-        share = self.options.batch // self.ranks.count
-        first = self.step * self.options.batch + self.ranks.rank * share
-        ids, weights = self.batch(self.train_data, first, share)
+        ids, weights = self.batches.of(self.step)
         self.method.begin_step(self.step, self.options.steps)
         try:
             losses = self.pass_of(ids, weights)
@@ -361,7 +367,7 @@ class Trainer:
     def held_out(self):
         """The held-out samples, (ids [1, S], weights [1, S]) each."""
         for index in range(self.options.evaluate_samples):
-            yield self.batch(self.test_data, index, 1)
+            yield self.batch(self.test_data, index)
 
     @torch.no_grad()
     def evaluate(self):
@@ -393,9 +399,18 @@ class Trainer:
         return over
 
     def run(self):
+        """Trains until the last step, or until --seconds are over."""
+        try:
+            self.run_steps()
+        finally:
+            self.batches.close()
+
+    def run_steps(self):
         options = self.options
+        if self.step < options.steps:
+            self.batches.begin(self.step)
         if self.step == 0:
-            self.method.begin(*self.batch(self.train_data, 0, 1))
+            self.method.begin(*self.batch(self.train_data, 0))
             self.report("evaluate", self.evaluate())
         while self.step < options.steps:
             numbers = self.train_step()

@@ -75,7 +75,7 @@ def test_methods_leave_windows_of_layers_alone(method, tmp_path):
     trainer, _ = run(*method, tmp_path / "out", *RUN, *METHODS[method], "--model", str(tmp_path / "model"))
     method = trainer.method
     assert trainer.step == 1 and method.windowed == {0} and set(method.parts) <= {1}
-    seen, ids = [], trainer.batch(trainer.train_data, 0, 1)[0]
+    seen, ids = [], trainer.batch(trainer.train_data, 0)[0]
     attend = method.attend
 
     def watch(inputs):

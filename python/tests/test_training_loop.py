@@ -1,14 +1,21 @@
 """The loop of the training programs, and the chain from the loss to a gate, by SP-KV's soft gates."""
 
+import json
+import os
 import pathlib
+import pickle
 import stat
+import subprocess
+import sys
 import tarfile
+import types
+from multiprocessing.reduction import ForkingPickler
 
 import kvpolicy as kvp
 import pytest
 import torch
 import transformers
-from training_cases import directional, program, run, small_method
+from training_cases import PROGRAMS, directional, program, run, small_method
 
 SMALL = ["--model", "scratch", "--scratch-size", "32", "2", "2", "--kv-heads", "1", "--task", "recall"]
 SMALL += ["--tokens", "64", "--batch", "2", "--steps", "6", "--window", "8", "--evaluate-samples", "1"]
@@ -46,6 +53,98 @@ def test_checkpoints_of_others_are_refused(tmp_path):
         run("SPKV", "spkv", tmp_path, *SMALL, "--rate", "0.5", "--resume")
     with pytest.raises(SystemExit, match="--resume"):
         run("SPKV", "spkv", tmp_path / "none", *SMALL, "--resume")
+
+
+def test_workers_make_the_same_samples(tmp_path, monkeypatch):
+    """Weights do not depend on --workers, nor on where a run resumes. Worker processes are spawned, not
+    forked, and the run's own process makes the held-out samples and the first one alone."""
+    whole, _ = run("SPKV", "spkv", tmp_path / "whole", *SMALL, "--workers", "0")
+    recall, made = program("data").Recall, []
+    before = recall.__getitem__
+    monkeypatch.setattr(
+        recall, "__getitem__", lambda self, i: (made.append((self.seed, i)), before(self, i))[1]
+    )
+    monkeypatch.setattr(os, "fork", lambda: pytest.fail("a process of the run is forked"))
+    run("SPKV", "spkv", tmp_path / "parts", *SMALL, "--workers", "1", "--seconds", "1e-9")
+    parts, _ = run("SPKV", "spkv", tmp_path / "parts", *SMALL, "--workers", "2", "--resume")
+    assert parts.step == whole.step == 6
+    for name, parameter in whole.method.named_parameters():
+        assert torch.equal(parameter, dict(parts.method.named_parameters())[name]), name
+    assert {i for seed, i in made if seed == 1} == {0}
+    assert parts.batches.iterator is None  # so its workers are gone
+
+
+@pytest.mark.skipif(
+    not (torch.cuda.is_available() and kvp.has_cuda()), reason="needs a GPU and the CUDA module"
+)
+def test_workers_feed_a_gpu(tmp_path):
+    """By default samples of a run on CUDA come from workers, through pinned memory."""
+    arguments = [*SMALL[:-2], "--device", "cuda", "--steps", "3"]
+    trainer, _ = run("SPKV", "spkv", tmp_path, *arguments)
+    assert trainer.batches.workers == 2 and trainer.step == 3
+    trainer.batches.begin(1)
+    assert trainer.batches.iterator._pin_memory
+    ids, weights = trainer.batches.of(1)
+    trainer.batches.close()
+    assert ids.is_cuda and weights.is_cuda
+    for row in range(2):
+        for found, wanted in zip((ids[row], weights[row]), trainer.train_data[2 + row]):
+            assert torch.equal(found.cpu(), wanted)
+
+
+def test_steps_out_of_order_have_their_samples():
+    dataset = program("data").Recall(64, seed=3)
+    made = program("batches").Batches(
+        dataset, lambda step: range(2 * step, 2 * step + 2), 4, device=torch.device("cpu")
+    )
+    state = torch.random.get_rng_state()
+    for step in (0, 1, 3, 1, 2, 3, 4, 7):
+        ids, weights = made.of(step)
+        for row in range(2):
+            wanted = dataset[2 * step + row]
+            assert torch.equal(ids[row], wanted[0]) and torch.equal(weights[row], wanted[1])
+    assert torch.equal(state, torch.random.get_rng_state())
+
+
+def test_a_text_is_pickled_whole():
+    """Not as a tensor in shared memory, which may be smaller than a text."""
+    text = program("data").Text(bytes(range(32, 127)) * 100, 64, pairs=1, seed=5)
+    packed = ForkingPickler.dumps(text)  # as torch.multiprocessing sends it
+    assert len(packed) > len(text.ids)
+    for mine, theirs in zip(text[3], pickle.loads(packed)[3]):
+        assert torch.equal(mine, theirs)
+
+
+def test_processes_divide_the_samples():
+    loop = program("loop")
+    options = types.SimpleNamespace(batch=6)
+
+    def of(rank, count):
+        return list(
+            loop.Trainer.samples_of(
+                types.SimpleNamespace(options=options, ranks=types.SimpleNamespace(rank=rank, count=count)), 4
+            )
+        )
+
+    assert of(0, 1) == list(range(24, 30))
+    for count in (2, 3, 6):
+        assert sum((of(rank, count) for rank in range(count)), []) == of(0, 1)
+
+
+def test_torchrun_with_workers_has_the_gradient_of_one_process(tmp_path):
+    """Two processes, each with a worker: the norm of the first gradient, and the losses after two steps."""
+    steps = ["--steps", "2", "--log-every", "1"]
+    run("SPKV", "spkv", tmp_path / "one", *SMALL, *steps)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += [str(PROGRAMS / "spkv.py"), "--out", str(tmp_path / "two"), *SMALL, *steps, "--workers", "1"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500, check=False)
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    one, two = (json.loads((tmp_path / name / "metrics.json").read_text())["log"] for name in ("one", "two"))
+    norms = [[line["norm"] for line in log if "norm" in line] for log in (one, two)]
+    assert len(norms[0]) == len(norms[1]) == 2
+    assert norms[1] == pytest.approx(norms[0], rel=1e-3)
+    assert two[-1]["nll"] == pytest.approx(one[-1]["nll"], rel=1e-3)
 
 
 def test_a_loss_that_is_not_finite_stops(tmp_path):
@@ -93,7 +192,13 @@ def test_a_gradient_that_is_not_finite_stops_before_the_step(tmp_path):
     [
         *(("tokens", "1"), ("batch", "0"), ("steps", "-1"), ("rate", "nan"), ("clip", "-1"), ("pairs", "0")),
         *(("log-every", "0"), ("evaluate-samples", "0"), ("checkpoint-every", "-1"), ("seed", "-1")),
-        *(("seconds", "nan"), ("kv-heads", "3"), ("device", "none"), ("weight-decay", "inf")),
+        *(
+            ("workers", "-1"),
+            ("seconds", "nan"),
+            ("kv-heads", "3"),
+            ("device", "none"),
+            ("weight-decay", "inf"),
+        ),
     ],
 )
 def test_numbers_that_no_run_has_are_refused(name, value, tmp_path):
@@ -131,12 +236,13 @@ def test_steps_as_a_cuda_graph_are_the_steps(tmp_path):
     """Losses and gradients of a replayed pass are those of a pass from Python. Whole runs differ: AdamW makes
     a step of the learning rate of a gradient that is rounding alone."""
     arguments = [*SMALL[:-2], "--device", "cuda", "--steps", "8", "--fp32", "--cuda-graph"]
-    trainer, _ = run("SPKV", "spkv", tmp_path, *arguments, "--seconds", "1e-9")
+    trainer, _ = run("SPKV", "spkv", tmp_path, *arguments, "--seconds", "1e-9", "--workers", "0")
     for _ in range(2):
         trainer.train_step()
     assert trainer.graph.graph is None
     for first in (100, 200):
-        batch = trainer.batch(trainer.train_data, first, 2)
+        samples = [trainer.batch(trainer.train_data, index) for index in (first, first + 1)]
+        batch = [torch.cat(parts) for parts in zip(*samples)]
         losses = {name: value.clone() for name, value in trainer.pass_of(*batch).items()}
         gradients = {name: p.grad.clone() for name, p in trainer.trained.items() if p.grad is not None}
         assert trainer.graph.graph is not None
