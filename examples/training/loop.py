@@ -216,6 +216,8 @@ class Trainer:
         self.options, self.ranks, self.began = options, ranks, time.monotonic()
         torch.manual_seed(options.seed)
         model, self.tokenizer = make_model(method_class, options, ranks.device)
+        # Of the weights that the run starts from. Random ones are those of --seed, an option.
+        self.model_print = models.fingerprint(model, weights=options.model != "scratch")
         self.train_data, self.test_data = make_data(options, self.tokenizer)
         self.method = method_class(model, options).to(ranks.device)
         self.module = self.method
@@ -247,7 +249,7 @@ class Trainer:
         options = {name: str(value) for name, value in sorted(vars(self.options).items()) if name not in FREE}
         return {
             "method": self.method.name,
-            "model": models.fingerprint(self.method.model),
+            "model": self.model_print,
             "data": self.train_data.fingerprint(),
             "options": options,
         }
@@ -284,8 +286,8 @@ class Trainer:
         for name in ("method", "model", "data"):
             if found.get(name) != wanted[name]:
                 raise Refused(
-                    f"--resume: {path} of {name} {found.get(name)} is not allowed; this run has "
-                    f"{wanted[name]}"
+                    f"--resume: {path} of {name} {found.get(name)} is not allowed; this run has {wanted[name]}"
+                    + f", by config and weights of --model {self.options.model}" * (name == "model")
                 )
         for name, value in wanted["options"].items():
             if found["options"].get(name) != value:

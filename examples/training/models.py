@@ -48,9 +48,31 @@ def from_scratch(*, vocabulary=256, width=128, layers=4, heads=4, kv_heads=2, le
     return LlamaForCausalLM(config).to(device)
 
 
-def fingerprint(model):
-    """A hash of the config, by which a checkpoint knows its model."""
+# What of a config says how the weights are used.
+CONFIG = (
+    *("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim"),
+    *("num_key_value_heads", "intermediate_size", "hidden_act", "rms_norm_eps", "tie_word_embeddings"),
+    *("rope_parameters", "rope_theta", "rope_scaling", "sliding_window", "layer_types"),
+)
+
+
+@torch.no_grad()
+def fingerprint(model, *, weights=True):
+    """A hash of the config and the weights, by which a checkpoint knows the model that its run started from.
+    Weights count as bfloat16, so that a model in float32 is the same as on a GPU; every number counts."""
     config = model.config.to_dict()
-    names = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
-    names += ("num_key_value_heads", "head_dim", "intermediate_size")
-    return hashlib.sha256(repr([config.get(name) for name in names]).encode()).hexdigest()[:16]
+    found = hashlib.sha256(repr([config.get(name) for name in CONFIG]).encode())
+    for name, parameter in sorted(model.named_parameters()) if weights else ():
+        found.update(f"{name} {tuple(parameter.shape)} {_checksum(parameter)}".encode())
+    return found.hexdigest()[:16]
+
+
+def _checksum(tensor, *, part=1 << 22):
+    """Sum over i of (2 i + 1) (bits of number i), modulo 2^64: the same on all devices. In parts, each with
+    64 bits per number of it."""
+    total, bits = 0, tensor.detach().flatten()
+    for at in range(0, len(bits), part):
+        some = bits[at : at + part].to(torch.bfloat16).view(torch.int16).long()
+        places = torch.arange(at, at + len(some), device=some.device)
+        total += ((2 * places + 1) * some).sum().item()
+    return total % (1 << 64)

@@ -147,6 +147,68 @@ def test_torchrun_with_workers_has_the_gradient_of_one_process(tmp_path):
     assert two[-1]["nll"] == pytest.approx(one[-1]["nll"], rel=1e-3)
 
 
+# ---- checkpoints know their model --------------------------------------------------------------------------
+
+
+def saved_model(folder, **sizes):
+    torch.manual_seed(4)
+    sizes = {"width": 32, "layers": 2, "heads": 2, "kv_heads": 1, "length": 64} | sizes
+    model = program("models").from_scratch(**sizes)
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.mark.parametrize("mode", ["joint", "frozen"])
+def test_a_checkpoint_is_of_the_weights_that_its_run_began_with(mode, tmp_path):
+    """Those of --model, which stay as they are where a run trains a copy of them."""
+    model = saved_model(tmp_path / "model")
+    arguments = [*SMALL, "--model", str(tmp_path / "model"), "--mode", mode]
+    run("SPKV", "spkv", tmp_path / "out", *arguments, "--seconds", "1e-9")
+    trainer, _ = run("SPKV", "spkv", tmp_path / "out", *arguments, "--seconds", "1e-9", "--resume")
+    assert trainer.step == 2
+    with torch.no_grad():
+        weight = model.model.layers[1].mlp.up_proj.weight
+        weight[3, 5] = weight[3, 5] + 0.25
+    model.save_pretrained(tmp_path / "model")
+    with pytest.raises(
+        SystemExit, match="--resume: .* of model .* is not allowed; this run has .*weights of"
+    ):
+        run("SPKV", "spkv", tmp_path / "out", *arguments, "--resume")
+
+
+def test_fingerprints():
+    """Of all numbers, their places and names, and the config; not of the dtype of weights that fit in
+    bfloat16."""
+    models = program("models")
+
+    def made(change=None, **sizes):
+        torch.manual_seed(4)
+        model = models.from_scratch(**({"width": 32, "layers": 2, "heads": 2, "kv_heads": 1} | sizes))
+        model.bfloat16().float()
+        with torch.no_grad():
+            if change is not None:
+                change(model)
+        return models.fingerprint(model)
+
+    def swap_numbers(model):
+        row = model.model.embed_tokens.weight[7]
+        row[[1, 2]] = row[[2, 1]]
+
+    def swap_layers(model):
+        first, second = (layer.self_attn.q_proj.weight for layer in model.model.layers)
+        kept = first.clone()
+        first.copy_(second)
+        second.copy_(kept)
+
+    def other_base(model):
+        model.config.rope_parameters = {"rope_type": "default", "rope_theta": 500.0}
+
+    changes = [None, lambda m: m.model.norm.weight[3].add_(2**-6), swap_numbers, swap_layers, other_base]
+    found = [made(change) for change in changes]
+    assert len({*found, made(layers=1)}) == len(changes) + 1
+    assert found[0] == made() == made(lambda model: model.bfloat16())
+
+
 def test_a_loss_that_is_not_finite_stops(tmp_path):
     trainer = program("loop").Trainer
     before = trainer.train_step
@@ -232,11 +294,12 @@ def test_texts_and_folders_are_refused(tmp_path):
 @pytest.mark.skipif(
     not (torch.cuda.is_available() and kvp.has_cuda()), reason="needs a GPU and the CUDA module"
 )
-def test_steps_as_a_cuda_graph_are_the_steps(tmp_path):
+@pytest.mark.parametrize("method", [("SPKV", "spkv"), ("WGKV", "wgkv")], ids=lambda m: m[1])
+def test_steps_as_a_cuda_graph_are_the_steps(method, tmp_path):
     """Losses and gradients of a replayed pass are those of a pass from Python. Whole runs differ: AdamW makes
     a step of the learning rate of a gradient that is rounding alone."""
     arguments = [*SMALL[:-2], "--device", "cuda", "--steps", "8", "--fp32", "--cuda-graph"]
-    trainer, _ = run("SPKV", "spkv", tmp_path, *arguments, "--seconds", "1e-9", "--workers", "0")
+    trainer, _ = run(*method, tmp_path, *arguments, "--seconds", "1e-9", "--workers", "0")
     for _ in range(2):
         trainer.train_step()
     assert trainer.graph.graph is None
