@@ -57,6 +57,10 @@ class WGKV(Method):
         decay = self.options.weight_decay
         return [{"params": self.own_parameters(), "lr": self.options.rate, "weight_decay": decay}]
 
+    def graph_key(self):
+        """All steps are alike."""
+        return "soft"
+
     def policy(self, layer):
         return kvp.WGKV(self.options.window, kvp.Sink(self.options.sinks), tau=self.tau)
 
