@@ -231,7 +231,7 @@ class KVpop(Distilled):
         return out
 
     def save(self, path, notes):
-        self.scorers.training_notes = notes
+        self.scorers.training_notes = {**notes, "beta": f"{self.options.beta:g}"}
         self.scorers.save(path)
 
 
