@@ -64,7 +64,8 @@ class StepGraph:
         self.ids, self.weights = ids.clone(), weights.clone()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=self.stream):
+        # Other threads may allocate meanwhile, as the one that pins the next samples does.
+        with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
             losses = compute(self.ids, self.weights)
             self.losses = {name: torch.as_tensor(value).detach() for name, value in losses.items()}
         self.gradients = [parameter.grad for parameter in self.parameters]

@@ -8,6 +8,7 @@ import stat
 import subprocess
 import sys
 import tarfile
+import threading
 import types
 from multiprocessing.reduction import ForkingPickler
 
@@ -319,6 +320,28 @@ def test_steps_as_a_cuda_graph_are_the_steps(method, tmp_path):
         trainer.method.graph_key = key
         for _ in range(3):
             trainer.pass_of(*batch)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_capture_survives_threads_that_pin_memory():
+    """As a DataLoader's does, at any time."""
+    weight = torch.nn.Parameter(torch.ones(3, device="cuda"))
+    graph = program("step_graph").StepGraph([weight])
+    sizes = iter(range(1, 100))
+
+    def compute(ids, weights):
+        pin = threading.Thread(target=lambda: torch.empty(next(sizes) << 20, pin_memory=True))
+        pin.start()
+        pin.join()
+        loss = (weight * ids).sum()
+        loss.backward()
+        return {"loss": loss}
+
+    for step in range(6):
+        ids = torch.full((3,), float(step), device="cuda")
+        losses = graph.run(compute, ids, ids, "alike")
+        assert losses["loss"].item() == 3 * step and weight.grad.tolist() == [step] * 3
+    assert graph.graph is not None
 
 
 def test_layers_keep_a_window_of_their_own():
