@@ -259,6 +259,7 @@ def test_a_resumed_run_has_the_same_weights(mode, tmp_path):
     same(parts, whole)
     assert "recall_16" in printed and "kl_32" in printed
     scorers = kvp.Scorers.load(tmp_path / "whole" / "kvpop.safetensors")
+    assert scorers.training_notes["beta"] == "1"
     assert scorers.system == "kvpop" and scorers.gamma_range == (0.999, 0.999999)
     assert torch.equal(scorers.alpha, whole.method.scorers.alpha) and scorers.alpha.abs().min() > 0
     assert scorers.policy(1).budgets == (16 - 2 - 4,)
