@@ -20,6 +20,7 @@
 #include <kvpolicy/policies/eviction_gate.hpp>
 #include <kvpolicy/policies/keep_all.hpp>
 #include <kvpolicy/policies/selection.hpp>
+#include <kvpolicy/policies/shared_budget.hpp>
 #include <kvpolicy/policies/sink.hpp>
 #include <kvpolicy/policies/stride.hpp>
 #include <kvpolicy/policies/threshold_gate.hpp>
@@ -110,6 +111,12 @@ std::string part_text(const Window<Width>& part) {
 template <std::int32_t Keys>
 std::string part_text(const TopKBudget<Keys>& part) {
     return head_number_text("TopKBudget", part);
+}
+template <std::int32_t Keys>
+std::string part_text(const SharedBudget<Keys>& part) {
+    return fmt::format("SharedBudget {} (floor {}, cap {}, score offset {})", values_text(part.number),
+                       values_text(part.limits.floor), values_text(part.limits.cap),
+                       values_text(part.limits.score_offset));
 }
 template <std::int32_t Step>
 std::string part_text(const Stride<Step>& part) {

@@ -19,6 +19,7 @@
 #include <kvpolicy/metrics/gates.hpp>
 #include <kvpolicy/metrics/recall.hpp>
 #include <kvpolicy/metrics/retention.hpp>
+#include <kvpolicy/policies/shared_budget.hpp>
 #include <kvpolicy/quest.hpp>
 #include <kvpolicy/scorers/initialize.hpp>
 #include <kvpolicy/scorers/sequence.hpp>

@@ -43,6 +43,16 @@ constexpr bool orders_by_query() {
     }
 }
 
+/// Whether a part's budget is one for all heads of a layer.
+template <class P>
+constexpr bool shares_budget() {
+    if constexpr (requires { P::shared_by_heads; }) {
+        return P::kind == part_kind::budget && P::shared_by_heads;
+    } else {
+        return false;
+    }
+}
+
 /// A gate that is always open, for policies without one.
 struct no_gate {
     static constexpr part_kind kind = part_kind::gate;
@@ -178,8 +188,8 @@ constexpr auto make_keep_set(const First& first, const Rest&... rest) {
 /// caller (GivenScores).
 ///
 /// Lifetimes, for KV head h (docs/concepts.md): sinks and kept keys never expire; every key is visible for w
-/// queries; a key that leaves the window with its gate open competes for the k top-k slots. Without gate and
-/// budget a key expires with its window (StreamingLLM).
+/// queries; a key that leaves the window with its gate open competes for the top-k slots of its head or,
+/// with a SharedBudget, of its layer. Without gate and budget a key expires with its window (StreamingLLM).
 template <class... Parts>
 class Policy {
     template <part_kind Kind>
@@ -190,7 +200,7 @@ class Policy {
     static_assert(count<part_kind::sink> <= 1, "kvpolicy: a Policy has at most one Sink");
     static_assert(count<part_kind::window> <= 1, "kvpolicy: a Policy has at most one Window");
     static_assert(count<part_kind::gate> <= 1, "kvpolicy: a Policy has at most one gate");
-    static_assert(count<part_kind::budget> <= 1, "kvpolicy: a Policy has at most one TopKBudget");
+    static_assert(count<part_kind::budget> <= 1, "kvpolicy: a Policy has at most one budget");
     static_assert(count<part_kind::decay> <= 1, "kvpolicy: a Policy has at most one Decay");
     static_assert(count<part_kind::scorer> <= 1, "kvpolicy: a Policy has at most one scorer");
     static_assert(count<part_kind::eviction> <= 1, "kvpolicy: a Policy has at most one eviction part");
@@ -202,8 +212,13 @@ class Policy {
     static constexpr bool has_gate = count<part_kind::gate> == 1;
     static constexpr bool has_budget = count<part_kind::budget> == 1;
     static constexpr bool has_decay = count<part_kind::decay> == 1;
-    /// Whether the order of keys may depend on the query, as with decay steps above 1.
-    static constexpr bool ranks_by_query = (false || ... || detail::orders_by_query<Parts>());
+    /// Whether the budget is one for all KV heads of a layer. The operations and caches that decide head by
+    /// head refuse such a policy.
+    static constexpr bool shares_budget = (false || ... || detail::shares_budget<Parts>());
+    /// Whether the order of keys may depend on the query: with decay steps above 1, and where keys of heads
+    /// with different decays are compared.
+    static constexpr bool ranks_by_query =
+        (false || ... || detail::orders_by_query<Parts>()) || (shares_budget && has_decay);
     static constexpr bool has_keep = count<part_kind::keep> > 0;
     /// Whether a key's fate depends on its score.
     static constexpr bool ranked = has_gate || has_budget;
@@ -225,6 +240,9 @@ class Policy {
                   "kvpolicy: a policy that ranks keys by the attention they receive takes a TopKBudget, and "
                   "no gate, decay "
                   "or keep part");
+    static_assert(!shares_budget || (!observed && !has_eviction),
+                  "kvpolicy: a budget that the heads of a layer share compares scores of keys and bounds a "
+                  "layer already: no scorer of received attention and no eviction part");
     static_assert(Gate<gate_type>,
                   "kvpolicy: a gate needs `bool open(float score, const HeadParams&) const` and `void "
                   "write(HeadParams&, "
@@ -266,6 +284,31 @@ class Policy {
         return head_params;
     }
 
+    /// The top-k slots that the heads of a layer share: the sum of their budgets.
+    constexpr std::int64_t shared_slots(std::int32_t layer, std::int32_t heads) const
+        requires(shares_budget) {
+        std::int64_t sum = 0;
+        for (std::int32_t head = 0; head < heads; ++head) {
+            sum += params(layer, head).budget;
+        }
+        return sum;
+    }
+
+    /// Whether the order of the keys of all heads of a layer is static: one log gamma, and decay step 1 (or
+    /// no decay). Otherwise keys are compared at each query, and candidates with the keys that hold slots
+    /// alone.
+    constexpr bool has_static_shared_order(std::int32_t layer, std::int32_t heads) const
+        requires(shares_budget) {
+        const float log_gamma = params(layer, 0).log_gamma;
+        for (std::int32_t head = 0; head < heads; ++head) {
+            const HeadParams head_params = params(layer, head);
+            if (head_params.log_gamma != log_gamma || (log_gamma != 0.0f && head_params.decay_step != 1)) {
+                return false;
+            }
+        }
+        return true;
+    }
+
     constexpr gate_type gate() const { return part_or_default<gate_type>(); }
     constexpr eviction_type eviction() const { return part_or_default<eviction_type>(); }
     constexpr selection_type selection() const { return part_or_default<selection_type>(); }
@@ -303,6 +346,7 @@ class Policy {
         for (std::int32_t head = 0; head < heads; ++head) {
             check(params(layer, head), layer, head);
         }
+        std::apply([&](const auto&... part) { (check_heads(part, layer, heads), ...); }, parts_);
     }
 
   private:
@@ -327,6 +371,12 @@ class Policy {
     static void check_values(const Part& part, std::int32_t layers, std::int32_t heads) {
         if constexpr (requires { part.check_values(layers, heads); }) {
             part.check_values(layers, heads);
+        }
+    }
+    template <class Part>
+    static void check_heads(const Part& part, std::int32_t layer, std::int32_t heads) {
+        if constexpr (requires { part.check_layer(layer, heads); }) {
+            part.check_layer(layer, heads);
         }
     }
     template <class Part>

@@ -22,10 +22,12 @@ enum class part_kind : std::uint8_t {
     selection,  ///< at the read: which pages of rows a query reads
 };
 
-/// A part that writes numbers: Sink, Window, TopKBudget, Decay, and gates with a threshold. A part that reads
+/// A part that writes numbers: Sink, Window, budgets, Decay, and gates with a threshold. A part that reads
 /// arrays may have `void check_values(int layers, int heads) const`, which refuses arrays of another shape
-/// (PerHead::check). A decay part whose step is 1 for all heads may say `static constexpr bool static_order =
-/// true`.
+/// (PerHead::check), and `void check_layer(int layer, int heads) const`, which refuses numbers that the heads
+/// of a layer cannot have together. A decay part whose step is 1 for all heads may say `static constexpr bool
+/// static_order = true`; a budget part that the heads of a layer share, `static constexpr bool
+/// shared_by_heads = true`.
 template <class P>
 concept RulePart = requires(const P& part, HeadParams& head_params, std::int32_t layer, std::int32_t head) {
     { P::kind } -> std::convertible_to<part_kind>;

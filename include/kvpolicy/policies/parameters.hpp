@@ -77,6 +77,10 @@ struct HeadParams {
     std::int32_t decay_step = 1;  ///< n >= 1
     float log_gamma = 0.0f;       ///< log of the per-head decay factor, <= 0
     float threshold = 0.0f;       ///< the gate's tau as a logit
+    // Of a budget that the heads of a layer share, which has the sum of their `budget` slots.
+    std::int32_t floor = 0;        ///< so many of the head's best keys stay
+    std::int32_t cap = unlimited;  ///< so many of the head's keys may hold slots
+    float score_offset = 0.0f;     ///< added to the head's scores where heads are compared
 };
 
 }  // namespace kvpolicy

@@ -24,10 +24,9 @@ KVPOLICY_HOST_DEVICE constexpr position_t priority_base(position_t q, position_t
 /// Static priority for decay step 1 (KVpop, eq. 20): double(r) - double(t - base) * double(log_gamma). At one
 /// query all keys are compared with the same base. A key further than rebase_limit from the base (it outlived
 /// half a billion tokens) takes an explicit fma: one rounding, the same on every backend.
-KVPOLICY_HOST_DEVICE inline double static_priority(float score, float log_gamma, position_t t,
+KVPOLICY_HOST_DEVICE inline double static_priority(double r, float log_gamma, position_t t,
                                                    position_t base = 0) {
     const position_t distance = t - base;
-    const double r = score;
     if (distance < rebase_limit && distance > -rebase_limit) [[likely]] {
         return r - static_cast<double>(distance) * static_cast<double>(log_gamma);
     }
@@ -35,10 +34,9 @@ KVPOLICY_HOST_DEVICE inline double static_priority(float score, float log_gamma,
 }
 
 /// Effective score at query q for any decay step n (eq. 5): fl64(r + floor((q - t) / n) * log_gamma).
-KVPOLICY_HOST_DEVICE inline double effective_score(float score, float log_gamma, std::int32_t step,
-                                                   position_t t, position_t q) {
+KVPOLICY_HOST_DEVICE inline double effective_score(double r, float log_gamma, std::int32_t step, position_t t,
+                                                   position_t q) {
     const position_t age = (q - t) / step;
-    const double r = score;
     if (age < rebase_limit) [[likely]] {
         return r + static_cast<double>(age) * static_cast<double>(log_gamma);
     }
@@ -65,6 +63,29 @@ KVPOLICY_HOST_DEVICE constexpr bool ranks_before(double value_a, position_t a, d
     const bool nan_a = value_a != value_a;
     const bool nan_b = value_b != value_b;
     return nan_b && (!nan_a || a < b);
+}
+
+/// What ranks a key among those of all heads of a layer at query q: the rank value of its score plus the
+/// head's offset. `is_static`: the layer's heads have decay step 1 and one log gamma, or no decay
+/// (Policy::has_static_shared_order); then it is the static priority. Otherwise it is the effective score,
+/// for step 1 too.
+KVPOLICY_HOST_DEVICE inline double shared_rank_value(const HeadParams& head_params, bool is_static,
+                                                     float score, position_t t, position_t q,
+                                                     position_t limit = rebase_limit) {
+    const double r = static_cast<double>(score) + static_cast<double>(head_params.score_offset);
+    return is_static ? static_priority(r, head_params.log_gamma, t, priority_base(q, limit))
+                     : effective_score(r, head_params.log_gamma, head_params.decay_step, t, q);
+}
+
+/// The order of the keys of all heads of a layer: of equal values the older key ranks first, of equally old
+/// keys that of the lower head; a NaN ranks after every number.
+KVPOLICY_HOST_DEVICE constexpr bool ranks_before(double value_a, position_t a, std::int32_t head_a,
+                                                 double value_b, position_t b, std::int32_t head_b) {
+    if (a != b) {
+        return ranks_before(value_a, a, value_b, b);
+    }
+    // Equally old: the head in the position's place.
+    return ranks_before(value_a, head_a, value_b, head_b);
 }
 
 }  // namespace kvpolicy

@@ -259,6 +259,11 @@ std::uint64_t CacheOwner<Derived, P, T>::fingerprint() const {
         }
         sum.number(head_params.log_gamma + 0.0f);  // -0 is 0
         sum.number(head_params.threshold + 0.0f);
+        if constexpr (P::shares_budget) {
+            sum.number(head_params.floor);
+            sum.number(head_params.cap);
+            sum.number(head_params.score_offset + 0.0f);
+        }
         // Gates and keep parts have no names that two compilers agree on, but answers.
         for (const float score :
              {-infinity, std::nextafter(head_params.threshold, -infinity), head_params.threshold,

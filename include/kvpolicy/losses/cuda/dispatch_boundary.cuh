@@ -114,7 +114,7 @@ void BoundaryLoss::operator()(const cuda& ctx, const P& policy, input_plane<Real
                               plane_view<Real> d_scores, double* d_log_gamma, BoundaryValue* value,
                               workspace_view workspace, const BoundaryOptions& options) const {
     namespace cb = cuda_backend;
-    static_assert(P::has_budget && !P::has_gate,
+    static_assert(P::has_budget && !P::shares_budget && !P::has_gate,
                   "kvpolicy: BoundaryLoss needs a policy with a TopKBudget and without a gate");
     static_assert(std::is_same_v<Real, float>, "kvpolicy: scores on CUDA are fp32");
     const BoundaryLoss& loss = *this;

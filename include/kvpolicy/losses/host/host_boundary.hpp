@@ -302,7 +302,7 @@ void BoundaryLoss::operator()(const host& ctx, const P& policy, input_plane<Real
                        workspace, options);
     }
     namespace hb = host_backend;
-    static_assert(P::has_budget && !P::has_gate,
+    static_assert(P::has_budget && !P::shares_budget && !P::has_gate,
                   "kvpolicy: BoundaryLoss needs a policy with a TopKBudget and without a gate");
     const std::int32_t heads = d_scores.heads;
     const std::int32_t batch = d_scores.batch;

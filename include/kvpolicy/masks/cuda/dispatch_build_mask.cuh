@@ -22,6 +22,7 @@ namespace cuda_backend {
 template <class P>
 void check_mask_call(const P& policy, plane_view<const float> scores, const Sequences& sequences,
                      std::int32_t batch, std::int32_t heads, std::int32_t length, std::int32_t layer) {
+    static_assert(!P::shares_budget, "kvpolicy: CUDA has no masks of a budget that heads share");
     policy.check_layer(layer, heads);
     check_whole_sequences(sequences, batch, length);
     if constexpr (P::ranked) {
@@ -128,7 +129,8 @@ template <Cutoff C, AnyPolicy P>
 std::size_t build_cutoffs_workspace_bytes(const cuda& ctx, const P&, const Sequences& sequences,
                                           std::int32_t heads, const MaskOptions&) {
     using namespace cuda_backend;
-    static_assert(P::has_budget, "kvpolicy: build_cutoffs needs a policy with a TopKBudget");
+    static_assert(P::has_budget && !P::shares_budget,
+                  "kvpolicy: build_cutoffs needs a policy with a TopKBudget");
     check_shape(sequences, heads);
     const device_scope device(ctx);
     workspace_parts parts(nullptr);
@@ -153,7 +155,8 @@ template <Cutoff C, class P>
 void cutoffs_of(const cuda& ctx, const P& policy, const float* log_gamma, plane_view<const float> scores,
                 const Sequences& sequences, plane_view<std::int32_t> rank, plane_view<std::int32_t> cutoff,
                 workspace_view workspace, std::int32_t layer, std::uint32_t* status) {
-    static_assert(P::has_budget, "kvpolicy: build_cutoffs needs a policy with a TopKBudget");
+    static_assert(P::has_budget && !P::shares_budget,
+                  "kvpolicy: build_cutoffs needs a policy with a TopKBudget");
     const std::int32_t heads = rank.heads;
     check_mask_call(policy, scores, sequences, rank.batch, heads, rank.length, layer);
     check_plane("rank", rank, sequences.batch, heads, sequences.length);
@@ -215,6 +218,7 @@ void expiry_from_cutoffs(const cuda& ctx, const P& policy, plane_view<const std:
                          plane_view<const std::int32_t> cutoff, const Sequences& sequences,
                          plane_view<expiry_t> expiry, workspace_view workspace, const MaskOptions& options) {
     using namespace cuda_backend;
+    static_assert(!P::shares_budget, "kvpolicy: expiry_from_cutoffs takes cutoffs of single heads");
     const std::int32_t layer = options.layer;
     const std::int32_t heads = expiry.heads;
     policy.check_layer(layer, heads);

@@ -12,7 +12,7 @@ namespace cuda_backend {
 
 /// Rules that fit one launch's parameters: no copy from host memory that would have to outlive the call.
 struct head_params_batch {
-    static constexpr std::int32_t capacity = 128;
+    static constexpr std::int32_t capacity = 96;
     HeadParams all_params[capacity];
     std::int32_t first = 0;
     std::int32_t count = 0;

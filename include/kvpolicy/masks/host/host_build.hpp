@@ -222,7 +222,8 @@ template <Cutoff C, AnyPolicy P>
 void build_cutoffs(const host& ctx, const P& policy, plane_view<const float> scores,
                    const Sequences& sequences, plane_view<std::int32_t> rank, plane_view<std::int32_t> cutoff,
                    workspace_view workspace, const MaskOptions& options) {
-    static_assert(P::has_budget, "kvpolicy: build_cutoffs needs a policy with a TopKBudget");
+    static_assert(P::has_budget && !P::shares_budget,
+                  "kvpolicy: build_cutoffs needs a policy with a TopKBudget");
     if (const checks::repaired_sequences repaired(sequences, options.status); repaired) {
         return build_cutoffs<C>(ctx, policy, scores, repaired.sequences, rank, cutoff, workspace, options);
     }
@@ -281,6 +282,7 @@ template <AnyPolicy P>
 void expiry_from_cutoffs(const host& ctx, const P& policy, plane_view<const std::int32_t> rank,
                          plane_view<const std::int32_t> cutoff, const Sequences& sequences,
                          plane_view<expiry_t> expiry, workspace_view workspace, const MaskOptions& options) {
+    static_assert(!P::shares_budget, "kvpolicy: expiry_from_cutoffs takes cutoffs of single heads");
     if (const checks::repaired_sequences repaired(sequences, options.status); repaired) {
         return expiry_from_cutoffs(ctx, policy, rank, cutoff, repaired.sequences, expiry, workspace, options);
     }
