@@ -48,6 +48,7 @@ cache.kvpv          q [6, S, 64], k, v [2, S, 64]  float32, exact in bf16 and fp
 scorers.kvpv        see scorers.py
 attention.kvpv      see attention.py
 baselines.kvpv      see baselines.py
+shared.kvpv         see shared.py
 """
 
 import pathlib
@@ -65,6 +66,7 @@ import lifetimes
 import metrics
 import scorers
 import selection
+import shared
 import vectors
 from lifetimes import REBASE_LIMIT, UNLIMITED, Rule
 
@@ -355,6 +357,7 @@ def make():
         "selection.kvpv": selection.make(),
         "attention.kvpv": attention.make(),
         "baselines.kvpv": baselines.make(),
+        "shared.kvpv": shared.make(patterns),
     }
 
 
