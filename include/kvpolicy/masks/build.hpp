@@ -39,10 +39,12 @@ std::size_t build_mask_workspace_bytes(const host& ctx, const P& policy, const S
 ///
 /// Overwrites expiry[b][h][t] for t < the sequence's length only. A score is read only where its key leaves
 /// the window before its sequence (or packed segment) ends, is no sink and not kept by position. With
-/// cu_seqlens every segment starts anew and its keys expire with it. Synchronous; O(S log k) per head for
-/// decay step 1, O(S k) otherwise. Refuses, before anything is written: numbers that no policy can have,
-/// shapes that disagree, lengths below 0 or over S, starts (a mask begins at position 0), cu_seqlens that do
-/// not rise from 0 to the length, a NaN score that is read (see MaskOptions), too little workspace.
+/// cu_seqlens every segment starts anew and its keys expire with it. Heads share a SharedBudget within a
+/// sequence (or segment). Synchronous; O(S log k) per head for decay step 1, O(S k) otherwise. With a shared
+/// budget a sequence is one thread's work: O(Hkv S log(k Hkv)) for a static order, O(n Hkv^2 S) otherwise.
+/// Refuses, before anything is written: numbers that no policy can have, shapes that disagree, lengths below
+/// 0 or over S, starts (a mask begins at position 0), cu_seqlens that do not rise from 0 to the length, a
+/// NaN score that is read (see MaskOptions), too little workspace.
 template <AnyPolicy P>
 void build_mask(const host& ctx, const P& policy, plane_view<const float> scores, const Sequences& sequences,
                 plane_view<expiry_t> expiry, workspace_view workspace, const MaskOptions& options = {});

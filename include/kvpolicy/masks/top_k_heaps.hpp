@@ -21,6 +21,26 @@ inline double ordered(double value) {
     return std::isnan(value) ? -infinity : number;
 }
 
+/// One skew heap of two: nodes have the members left and right, -1 for none. Children change sides on the way
+/// down, which keeps the paths short on average.
+template <class Node, class Worse>
+std::int32_t merge_skew_heaps(Node* nodes, std::int32_t a, std::int32_t b, const Worse& worse) {
+    std::int32_t top = -1;
+    std::int32_t* link = &top;
+    while (a != -1 && b != -1) {
+        if (worse(nodes[b], nodes[a])) {
+            std::swap(a, b);
+        }
+        *link = a;
+        Node& one = nodes[a];
+        a = one.right;
+        one.right = one.left;
+        link = &one.left;
+    }
+    *link = a != -1 ? a : b;
+    return top;
+}
+
 /// A binary heap with the worst key on top. Values stand still after build(). Calls in order: fill(),
 /// build(), then worst() and replace_worst().
 class priority_heap {
@@ -108,9 +128,9 @@ class class_heaps {
         }
     }
 
-    void insert(std::int32_t entry, position_t t, float score) {
+    void insert(std::int32_t entry, position_t t, double score) {
         node& one = nodes_[entry];
-        one.score = ordered(static_cast<double>(score));
+        one.score = ordered(score);
         one.position = static_cast<std::int32_t>(t - origin_);
         one.phase = static_cast<std::int32_t>(t % steps_);
         one.period = period_of(t);
@@ -203,22 +223,9 @@ class class_heaps {
         return one.score + age * log_gamma_;
     }
 
-    /// One heap of two. Children change sides on the way down, which keeps the paths short on average.
     std::int32_t merge(std::int32_t a, std::int32_t b) {
-        std::int32_t top = none;
-        std::int32_t* link = &top;
-        while (a != none && b != none) {
-            if (worse(nodes_[b], nodes_[a])) {
-                std::swap(a, b);
-            }
-            *link = a;
-            node& one = nodes_[a];
-            a = one.right;
-            one.right = one.left;
-            link = &one.left;
-        }
-        *link = a != none ? a : b;
-        return top;
+        return merge_skew_heaps(nodes_, a, b,
+                                [](const node& one, const node& other) { return worse(one, other); });
     }
 
     node* nodes_;

@@ -5,6 +5,8 @@
 #include <kvpolicy/core/workspace.hpp>
 #include <kvpolicy/masks/build.hpp>
 #include <kvpolicy/masks/check_cutoffs.hpp>
+#include <kvpolicy/masks/host/segments.hpp>
+#include <kvpolicy/masks/host/shared_expiry.hpp>
 #include <kvpolicy/masks/top_k_set.hpp>
 
 #include <algorithm>
@@ -13,48 +15,6 @@
 namespace kvpolicy {
 
 namespace host_backend {
-
-/// t + w, or never where that does not fit.
-inline expiry_t window_expiry(std::int32_t t, std::int32_t window) {
-    const std::int64_t end = std::int64_t{t} + window;
-    return end < never ? static_cast<expiry_t>(end) : never;
-}
-
-/// The part of a call that one head of one segment is: tokens [begin, end) of sequence b.
-struct mask_task {
-    std::int32_t batch, head, begin, end;
-};
-
-template <class P, class Visit>
-void for_each_segment(const Sequences& sequences, std::int32_t b, Visit&& visit) {
-    const std::int32_t length = sequences.length_of(b);
-    if (sequences.cu_seqlens == nullptr) {
-        visit(0, length);
-        return;
-    }
-    for (std::int32_t i = 0; i < sequences.segments; ++i) {
-        const std::int32_t begin = sequences.cu_seqlens[i];
-        const std::int32_t end = std::min(sequences.cu_seqlens[i + 1], length);
-        if (begin < end) {
-            visit(begin, end);
-        }
-    }
-}
-
-/// Calls visit(t, q) for every key t (relative to its segment) that leaves the window and competes unless its
-/// gate is closed: no sink, not kept by position. q = t + w is the query at which it leaves.
-template <class P, class Visit>
-void for_each_leaver(const P& policy, const HeadParams& head_params, std::int32_t length, Visit&& visit) {
-    for (std::int64_t q = std::int64_t{head_params.sinks} + head_params.window; q < length; ++q) {
-        const auto t = static_cast<std::int32_t>(q - head_params.window);
-        if constexpr (P::has_keep) {
-            if (policy.keeps(t)) {
-                continue;
-            }
-        }
-        visit(t, static_cast<std::int32_t>(q));
-    }
-}
 
 /// Looks for NaN among the scores that a call reads: reports them in options.status, or refuses the first.
 template <class P, class Real>
@@ -152,6 +112,34 @@ void segment_expiry(const P& policy, const HeadParams& head_params, const float*
     }
 }
 
+/// build_mask of policies whose heads do not share a budget; the arguments have been checked.
+template <class P>
+void build_mask_by_head(const host& ctx, const P& policy, plane_view<const float> scores,
+                        const Sequences& sequences, plane_view<expiry_t> expiry, workspace_view workspace,
+                        const MaskOptions& options) {
+    const std::int32_t heads = expiry.heads;
+    const std::size_t bytes = top_k_bytes(policy, sequences, heads, options.layer);
+    std::byte* const memory = bytes == 0 ? nullptr : detail::aligned(workspace.data);
+    // One task per sequence and head.
+    ctx.parallel_for(std::int64_t{sequences.batch} * heads, [&](std::int64_t task) {
+        const auto b = static_cast<std::int32_t>(task / heads);
+        const auto h = static_cast<std::int32_t>(task % heads);
+        const HeadParams head_params = policy.params(options.layer, h);
+        for_each_segment<P>(sequences, b, [&](std::int32_t begin, std::int32_t end) {
+            const float* score = P::ranked ? scores.head(b, h) + begin : nullptr;
+            expiry_t* out = expiry.head(b, h) + begin;
+            segment_expiry(policy, head_params, score, end - begin, out,
+                           memory == nullptr ? nullptr : memory + static_cast<std::size_t>(task) * bytes,
+                           top_k_capacity(head_params, sequences), options.rebase_limit);
+            if (sequences.cu_seqlens != nullptr) {
+                for (std::int32_t t = 0; t < end - begin; ++t) {
+                    out[t] = static_cast<expiry_t>(std::min<std::int64_t>(end, std::int64_t{out[t]} + begin));
+                }
+            }
+        });
+    });
+}
+
 }  // namespace host_backend
 
 template <AnyPolicy P>
@@ -159,9 +147,14 @@ std::size_t build_mask_workspace_bytes(const host&, const P& policy, const Seque
                                        std::int32_t heads, const MaskOptions& options) {
     checks::check_shape(sequences, heads);
     policy.check_layer(options.layer, heads);
-    const std::size_t bytes = host_backend::top_k_bytes(policy, sequences, heads, options.layer);
-    const auto tasks = static_cast<std::size_t>(sequences.batch) * static_cast<std::size_t>(heads);
-    return bytes == 0 ? 0 : tasks * bytes + detail::alignment;
+    if constexpr (P::shares_budget) {
+        return host_backend::shared_workspace<P>(policy, sequences, heads, options.layer)
+            .bytes(sequences.batch);
+    } else {
+        const std::size_t bytes = host_backend::top_k_bytes(policy, sequences, heads, options.layer);
+        const auto tasks = static_cast<std::size_t>(sequences.batch) * static_cast<std::size_t>(heads);
+        return bytes == 0 ? 0 : tasks * bytes + detail::alignment;
+    }
 }
 
 template <AnyPolicy P>
@@ -183,27 +176,12 @@ void build_mask(const host& ctx, const P& policy, plane_view<const float> scores
         host_backend::check_scores(policy, scores, sequences, options);
     }
     checks::check_workspace(workspace, build_mask_workspace_bytes(ctx, policy, sequences, heads, options));
-    const std::size_t bytes = host_backend::top_k_bytes(policy, sequences, heads, options.layer);
-    std::byte* const memory = bytes == 0 ? nullptr : detail::aligned(workspace.data);
-    // One task per sequence and head.
-    ctx.parallel_for(std::int64_t{sequences.batch} * heads, [&](std::int64_t task) {
-        const auto b = static_cast<std::int32_t>(task / heads);
-        const auto h = static_cast<std::int32_t>(task % heads);
-        const HeadParams head_params = policy.params(options.layer, h);
-        host_backend::for_each_segment<P>(sequences, b, [&](std::int32_t begin, std::int32_t end) {
-            const float* score = P::ranked ? scores.head(b, h) + begin : nullptr;
-            expiry_t* out = expiry.head(b, h) + begin;
-            host_backend::segment_expiry(
-                policy, head_params, score, end - begin, out,
-                memory == nullptr ? nullptr : memory + static_cast<std::size_t>(task) * bytes,
-                host_backend::top_k_capacity(head_params, sequences), options.rebase_limit);
-            if (sequences.cu_seqlens != nullptr) {
-                for (std::int32_t t = 0; t < end - begin; ++t) {
-                    out[t] = static_cast<expiry_t>(std::min<std::int64_t>(end, std::int64_t{out[t]} + begin));
-                }
-            }
-        });
-    });
+    if constexpr (P::shares_budget) {
+        host_backend::build_shared_mask(ctx, policy, scores, sequences, expiry, workspace, options.layer,
+                                        options.rebase_limit);
+    } else {
+        host_backend::build_mask_by_head(ctx, policy, scores, sequences, expiry, workspace, options);
+    }
 }
 
 template <Cutoff C, AnyPolicy P>
