@@ -3,6 +3,7 @@
 #include <kvpolicy/cuda.cuh>
 #include <kvpolicy/policies/compose.hpp>
 #include <kvpolicy/policies/decay.hpp>
+#include <kvpolicy/policies/shared_budget.hpp>
 #include <kvpolicy/policies/sink.hpp>
 #include <kvpolicy/policies/threshold_gate.hpp>
 #include <kvpolicy/policies/topk_budget.hpp>
@@ -146,6 +147,13 @@ int main(int argc, char** argv) {
             [=](benchmark::State& state) { mask(state, budget(3836, 0.0f), s, order::random, 0.0f); });
         add(prefix + "random, decay",
             [=](benchmark::State& state) { mask(state, budget(3836, -1e-3f), s, order::random, -1e-3f); });
+        // The heads of a layer share 8 * 3836 slots: one sort of all their keys.
+        for (const float log_gamma : {0.0f, -1e-3f}) {
+            const kvp::Policy<kvp::Sink<4>, kvp::Window<256>, kvp::SharedBudget<>, kvp::Decay<1>> shared(
+                kvp::Sink<4>{}, kvp::Window<256>{}, kvp::SharedBudget<>{3836}, kvp::Decay<1>(log_gamma));
+            add(prefix + (log_gamma == 0.0f ? "shared, random" : "shared, random, decay"),
+                [=](benchmark::State& state) { mask(state, shared, s, order::random, log_gamma); });
+        }
         const struct {
             const char* text;
             order kind;

@@ -34,10 +34,12 @@ std::size_t build_mask_workspace_bytes(const cuda& ctx, const P& policy, const S
 /// expiry [B, Hkv, S] (int32) from scores [B, Hkv, S] (fp32), the same integers as the host's build_mask with
 /// nan_ranks_last. Overwrites expiry[b][h][t] for t < the sequence's length only.
 ///
-/// Gates and keep parts run in kernels: their `open` and `keeps` must be KVPOLICY_HOST_DEVICE. Decay
-/// steps above 1, and sequences longer than options.rebase_limit with gamma < 1, run one top-k update
-/// after the other, O(S k /
-/// 512) per head; everything else is a sort. Batch * heads * S is at most 2^31 - 2^24 where S is over 16384.
+/// Gates and keep parts run in kernels: their `open` and `keeps` must be KVPOLICY_HOST_DEVICE. Decay steps
+/// above 1, and sequences longer than options.rebase_limit with gamma < 1, run one top-k update after the
+/// other, O(S k / 512) per head; everything else is a sort. A SharedBudget is one sort of all keys of a
+/// layer. With floors, caps, decay steps above 1, decays that differ by head, or a base that moves it is one
+/// top-k update after the other, O(Hkv S * held keys / 512) per sequence. Batch * heads * S is at most 2^31
+/// - 2^24 where S is over 16384.
 template <AnyPolicy P>
 void build_mask(const cuda& ctx, const P& policy, plane_view<const float> scores, const Sequences& sequences,
                 plane_view<expiry_t> expiry, workspace_view workspace, const MaskOptions& options = {});

@@ -2,6 +2,7 @@
 // a hundred times.
 #include <kvpolicy/policies/compose.hpp>
 #include <kvpolicy/policies/decay.hpp>
+#include <kvpolicy/policies/shared_budget.hpp>
 #include <kvpolicy/policies/sink.hpp>
 #include <kvpolicy/policies/threshold_gate.hpp>
 #include <kvpolicy/policies/topk_budget.hpp>
@@ -102,6 +103,31 @@ TEST_CASE("decayed rounds") {
     }
     MaskCase input = case_of(1, 1, 6600);
     check_way(budget(300, -0.05f, 3), input, 0, "two rounds");
+}
+
+// make_shared_sort_keys_kernel and the kernels behind it, with and without repair of equal keys;
+// shared_top_k_kernel.
+TEST_CASE("a budget that heads share") {
+    using Shared = Policy<Sink<>, Window<>, SharedBudget<>, Decay<dynamic>>;
+    const std::vector<std::int32_t> windows{20, 1, 90};
+    const auto shared = [&](float log_gamma, std::int32_t step, SharedLimits limits) {
+        return Shared{Sink<>{2}, Window<>{per_head(windows.data(), 1, 3)}, SharedBudget<>{40, limits},
+                      Decay<dynamic>{log_gamma, step}};
+    };
+    std::mt19937 generator(6);
+    MaskCase input = case_of(2, 3, 700);
+    input.lengths = {700, 300};
+    for (const HardScores kind : {HardScores::nan, HardScores::level}) {
+        fill_scores(input.scores, kind, -1e-3f, generator);
+        for (const bool packed : {false, true}) {
+            input.cu_seqlens =
+                packed ? std::vector<std::int32_t>{0, 0, 1, 200, 700} : std::vector<std::int32_t>{};
+            check_way(shared(0.0f, 1, {}), input, 0, name(kind));
+            check_way(shared(-1e-3f, 1, {}), input, 0, "decay, " + name(kind));
+            check_way(shared(0.0f, 1, {.floor = 3, .cap = 60, .score_offset = 0.5f}), input, 0, "limits");
+            check_way(shared(-0.05f, 3, {}), input, 0, "step 3");
+        }
+    }
 }
 
 // expire_alone_kernel, whether scores are read or not.

@@ -31,7 +31,7 @@ struct mask_output {
 };
 
 /// One chunk by one block of mask_chunk threads, a key of the chunk per thread.
-template <class Index, class Gate, class Keep>
+template <class Index, class Params>
 struct agent_expire {
     static constexpr int chunk = mask_chunk;
     static constexpr int warps = chunk / 32;
@@ -49,7 +49,7 @@ struct agent_expire {
         int total_c[warps];
     };
 
-    const mask_params<Gate, Keep>& params;
+    const Params& params;
     const ranking<Index>& ranks;
     const mask_output& out;
     shared& memory;
@@ -58,7 +58,6 @@ struct agent_expire {
     const std::int32_t first;  // the chunk's first token in its segment
     const std::int32_t n;      // tokens of the segment
     const HeadParams head_params;
-    const bool packed;
     const int thread, lane, warp;
     const std::int64_t row;  // the segment's begin in [planes, length]
     const Index* const order;
@@ -78,7 +77,7 @@ struct agent_expire {
     bool admitted;
     int wins_before, came_before;
 
-    __device__ __forceinline__ agent_expire(const mask_params<Gate, Keep>& call, const ranking<Index>& ranked,
+    __device__ __forceinline__ agent_expire(const Params& call, const ranking<Index>& ranked,
                                             const mask_output& to, std::int64_t plane,
                                             const segment_range& range, std::int32_t first_token,
                                             shared& block_memory)
@@ -91,8 +90,7 @@ struct agent_expire {
           segment(range),
           first(first_token),
           n(range.length()),
-          head_params(call.all_params.of(h)),
-          packed(call.edges != nullptr),
+          head_params(call.rules(plane)),
           thread(static_cast<int>(threadIdx.x)),
           lane(lane_id()),
           warp(warp_id()),
@@ -121,7 +119,7 @@ struct agent_expire {
   private:
     __device__ __forceinline__ void expire(std::int32_t token, expiry_t value) const {
         if (out.expiry) {
-            out.expiry.head(b, h)[segment.begin + token] = in_sequence(value, segment, packed);
+            params.expire(out.expiry, b, h, segment, token, value);
         }
     }
     __device__ __forceinline__ void cut(std::int32_t value) const {
@@ -142,8 +140,8 @@ struct agent_expire {
         if (out.cutoff && inside && t < head_params.window) {
             out.cutoff.head(b, h)[segment.begin + t] = head_params.budget == 0 ? -1 : open_cutoff;
         }
-        if (inside && !competes) {
-            expire(t, params.forever(head_params, t) ? never : window_expiry(t, head_params.window));
+        if (inside && !competes && out.expiry) {
+            params.expire_alone(out.expiry, b, h, segment, head_params, t);
         }
     }
 

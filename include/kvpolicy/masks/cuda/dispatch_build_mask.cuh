@@ -8,6 +8,7 @@
 #include <kvpolicy/cuda/tuning.cuh>
 #include <kvpolicy/masks/check_cutoffs.hpp>
 #include <kvpolicy/masks/cuda/dispatch_rank_and_expire.cuh>
+#include <kvpolicy/masks/cuda/dispatch_shared_mask.cuh>
 #include <kvpolicy/masks/cuda/kernel_cutoffs.cuh>
 #include <kvpolicy/masks/cuda/make_mask_params.cuh>
 #include <kvpolicy/masks/cuda_build.cuh>
@@ -22,7 +23,6 @@ namespace cuda_backend {
 template <class P>
 void check_mask_call(const P& policy, plane_view<const float> scores, const Sequences& sequences,
                      std::int32_t batch, std::int32_t heads, std::int32_t length, std::int32_t layer) {
-    static_assert(!P::shares_budget, "kvpolicy: CUDA has no masks of a budget that heads share");
     policy.check_layer(layer, heads);
     check_whole_sequences(sequences, batch, length);
     if constexpr (P::ranked) {
@@ -45,12 +45,17 @@ std::size_t mask_workspace_bytes(const cuda& ctx, const P& policy, const Sequenc
     policy.check_layer(options.layer, heads);
     workspace_parts parts(nullptr);
     static_cast<void>(small_numbers::take(parts, sequences, heads));
-    if constexpr (P::has_budget) {
+    if constexpr (P::shares_budget) {
+        const device_scope device(ctx);
+        const shared_mask_plan plan(policy, sequences, heads, options);
+        static_cast<void>(shared_mask_memory::take(parts, plan, sequences, heads, ctx));
+    } else if constexpr (P::has_budget) {
         const device_scope device(ctx);
         const mask_plan plan =
             plan_mask(policy, sequences, heads, options.layer, options.rebase_limit, tuning);
         if (plan.ranked) {
-            static_cast<void>(ranking_memory::take(parts, plan, sequences, heads, ctx));
+            static_cast<void>(
+                ranking_memory::take(parts, plan.by_block, ranking_shape(sequences, heads), ctx));
         }
         if (plan.decayed_rounds) {
             static_cast<void>(take_decayed_lists(parts, sequences, heads));
@@ -86,14 +91,19 @@ void build_mask_tuned(const cuda& ctx, const P& policy, plane_view<const float> 
     using Gate = decltype(params.gate);
     using Keep = decltype(params.keep);
     const std::int64_t planes = std::int64_t{params.batch} * heads;
-    if constexpr (!P::has_budget) {
+    if constexpr (P::shares_budget) {
+        const shared_mask_plan plan(policy, sequences, heads, options);
+        const auto memory = shared_mask_memory::take(parts, plan, sequences, heads, ctx);
+        build_shared_mask(ctx, device, plan, params, memory, expiry, tuning);
+    } else if constexpr (!P::has_budget) {
         launch("expire_alone_kernel", expire_alone_kernel<P::ranked, Gate, Keep>, planes * params.chunks,
                mask_chunk, 0, ctx, params, expiry);
     } else {
         const mask_plan plan =
             plan_mask(policy, sequences, heads, options.layer, options.rebase_limit, tuning);
         if (plan.ranked) {
-            const ranking_memory memory = ranking_memory::take(parts, plan, sequences, heads, ctx);
+            const ranking_memory memory =
+                ranking_memory::take(parts, plan.by_block, ranking_shape(sequences, heads), ctx);
             rank_and_expire(ctx, device, plan, params, memory, {expiry, {}, {}}, false, tuning);
         }
         if (plan.decayed_rounds) {
@@ -137,7 +147,7 @@ std::size_t build_cutoffs_workspace_bytes(const cuda& ctx, const P&, const Seque
     static_cast<void>(small_numbers::take(parts, sequences, heads));
     mask_plan plan;  // the rules do not matter: no call here has an order that depends on the query
     plan.by_block = sequences.length <= select_mask_tuning(device.capability()).longest_block_sort;
-    static_cast<void>(ranking_memory::take(parts, plan, sequences, heads, ctx));
+    static_cast<void>(ranking_memory::take(parts, plan.by_block, ranking_shape(sequences, heads), ctx));
     if constexpr (!std::is_same_v<C, ParallelCutoff>) {
         constexpr std::size_t unit = workspace_parts::alignment;
         const std::size_t each = (C::scratch_bytes(sequences.length) + unit - 1) / unit * unit;
@@ -175,7 +185,8 @@ void cutoffs_of(const cuda& ctx, const P& policy, const float* log_gamma, plane_
     params.all_params.log_gamma = log_gamma;
     mask_plan plan = plan_mask(policy, sequences, heads, layer, rebase_limit, tuning);
     plan.decayed = plan.decayed || log_gamma != nullptr;
-    const ranking_memory memory = ranking_memory::take(parts, plan, sequences, heads, ctx);
+    const ranking_memory memory =
+        ranking_memory::take(parts, plan.by_block, ranking_shape(sequences, heads), ctx);
     constexpr bool parallel = std::is_same_v<C, ParallelCutoff>;
     rank_and_expire(ctx, device, plan, params, memory,
                     {{}, rank, parallel ? cutoff : plane_view<std::int32_t>{}}, true, tuning);

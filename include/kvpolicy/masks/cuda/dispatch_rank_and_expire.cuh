@@ -62,6 +62,28 @@ mask_plan plan_mask(const P& policy, const Sequences& sequences, std::int32_t he
     return plan;
 }
 
+/// What is ranked: planes of `length` keys each, in segments and chunks of mask_chunk keys.
+struct ranking_shape {
+    std::int64_t planes, length, segments, chunks;
+
+    /// The planes of a call's heads.
+    ranking_shape(const Sequences& sequences, std::int32_t heads)
+        : planes(std::int64_t{sequences.batch} * heads),
+          length(sequences.length),
+          segments(sequences.cu_seqlens == nullptr ? 1 : sequences.segments),
+          chunks(chunks_of(sequences)) {}
+    /// The keys of all heads of a sequence in one plane.
+    static ranking_shape of_layers(const Sequences& sequences, std::int32_t heads) {
+        ranking_shape shape(sequences, 1);
+        shape.length *= heads;
+        shape.chunks = sequences.cu_seqlens == nullptr ? (shape.length + mask_chunk - 1) / mask_chunk
+                                                       : shape.length / mask_chunk + shape.segments;
+        return shape;
+    }
+    [[nodiscard]] std::int64_t count() const { return planes * length; }
+    [[nodiscard]] std::int64_t tasks() const { return planes * segments; }
+};
+
 /// Device memory of the ranking, in the order in which it is taken from the workspace.
 struct ranking_memory {
     // Both ways.
@@ -78,25 +100,20 @@ struct ranking_memory {
     void* cub = nullptr;
     std::size_t cub_bytes = 0;
 
-    /// `chunks` and `segments` as in the params.
-    static ranking_memory take(workspace_parts& parts, const mask_plan& plan, const Sequences& sequences,
-                               std::int32_t heads, const cuda& ctx) {
+    static ranking_memory take(workspace_parts& parts, bool by_block, const ranking_shape& shape,
+                               const cuda& ctx) {
         ranking_memory memory;
-        const bool packed = sequences.cu_seqlens != nullptr;
-        const std::int64_t segments = packed ? sequences.segments : 1;
-        const std::int64_t chunks = chunks_of(sequences);
-        const std::int64_t planes = std::int64_t{sequences.batch} * heads;
-        const std::int64_t count = planes * sequences.length;
-        memory.checkpoints = parts.take<cutoff_checkpoint>(planes * chunks);
-        memory.competitors = parts.take<std::int32_t>(planes * segments);
-        if (plan.by_block) {
+        const std::int64_t count = shape.count();
+        memory.checkpoints = parts.take<cutoff_checkpoint>(shape.planes * shape.chunks);
+        memory.competitors = parts.take<std::int32_t>(shape.tasks());
+        if (by_block) {
             memory.rank = parts.take<std::uint16_t>(count);
             memory.order = parts.take<std::uint16_t>(count);
             return memory;
         }
         detail::require(count <= longest_sequence, "batch * heads * length", count,
                         "at most 2^31 - 2^24 for sequences of this length: split the batch");
-        detail::require(planes * segments < 0x7fffffff, "batch * heads * segments", planes * segments,
+        detail::require(shape.tasks() < 0x7fffffff, "batch * heads * segments", shape.tasks(),
                         "below 2^31: split the batch");
         for (sorted_keys& one : memory.sort) {
             one.keys = parts.take<std::uint64_t>(count);
@@ -113,11 +130,13 @@ struct ranking_memory {
         runs.key = parts.take<std::uint64_t>(tie_list::max_tiled(count));
         runs.run_of_tile = parts.take<std::int32_t>(tie_list::max_tiles(count));
         runs.digits = parts.take<std::int32_t>(256 * tie_list::max_tiles(count));
-        // At most 256 buckets a plane, so that the counts are S / 2 numbers at most.
-        constexpr std::int32_t least = 4096;
-        memory.counts.bucket = std::max(least, (sequences.length / 256 + 256) / 256 * 256);
-        memory.counts.buckets = (sequences.length + memory.counts.bucket - 1) / memory.counts.bucket;
-        memory.counts.before = parts.take<std::int32_t>(planes * memory.counts.buckets * chunks);
+        // At most 256 buckets a plane, so that the counts are S / 2 numbers at most. Smaller ones where few
+        // keys would give few blocks.
+        const std::int64_t least = count <= 1 << 19 ? 1024 : 4096;
+        const std::int64_t bucket = std::max(least, (shape.length / 256 + 256) / 256 * 256);
+        memory.counts.bucket = static_cast<std::int32_t>(bucket);
+        memory.counts.buckets = static_cast<std::int32_t>((shape.length + bucket - 1) / bucket);
+        memory.counts.before = parts.take<std::int32_t>(shape.planes * memory.counts.buckets * shape.chunks);
         cub::DoubleBuffer<std::uint64_t> keys(nullptr, nullptr);
         cub::DoubleBuffer<std::int32_t> tokens(nullptr, nullptr);
         // Enough for either, so that a workspace does not depend on which layer's rules decay.
@@ -125,7 +144,7 @@ struct ranking_memory {
             std::size_t bytes = 0;
             check(cub::DeviceRadixSort::SortPairs(
                       nullptr, bytes, keys, tokens, static_cast<std::int32_t>(count), 0,
-                      prefix_bits(planes * segments, decayed) + task_bits(planes * segments), ctx.stream),
+                      prefix_bits(shape.tasks(), decayed) + task_bits(shape.tasks()), ctx.stream),
                   "cub::DeviceRadixSort::SortPairs");
             memory.cub_bytes = std::max(memory.cub_bytes, bytes);
         }
@@ -152,12 +171,11 @@ void launch_rank(const cuda& ctx, const mask_params<Gate, Keep>& params, const r
            wants_ranks);
 }
 
-template <class Index, class Gate, class Keep>
-void launch_expire(const cuda& ctx, const mask_params<Gate, Keep>& params, const ranking<Index>& ranks,
+template <class Index, class Params>
+void launch_expire(const cuda& ctx, const Params& params, const ranking<Index>& ranks,
                    const mask_output& out) {
-    const std::int64_t blocks = std::int64_t{params.batch} * params.heads * params.chunks;
-    launch("expire_kernel", expire_kernel<Index, Gate, Keep>, blocks, mask_chunk,
-           sizeof(typename agent_expire<Index, Gate, Keep>::shared), ctx, params, ranks, out);
+    launch("expire_kernel", expire_kernel<Index, Params>, params.planes() * params.chunks, mask_chunk,
+           sizeof(typename agent_expire<Index, Params>::shared), ctx, params, ranks, out);
 }
 
 /// The lists of decayed_rounds_kernel.
@@ -187,6 +205,50 @@ void launch_decayed_top_k(const cuda& ctx, const mask_params<Gate, Keep>& params
     }
 }
 
+/// Ranks by a sort over the device, and what follows from them. launch_keys(unsorted) enqueues the kernel
+/// that writes sort keys. `decayed`: some keys are prefixes of their priorities only.
+template <class Params, class LaunchKeys>
+void sort_and_expire(const cuda& ctx, const device_scope& device, bool decayed, const Params& params,
+                     const ranking_memory& memory, const mask_output& out, const mask_tuning& tuning,
+                     const LaunchKeys& launch_keys) {
+    const std::int64_t planes = params.planes();
+    const std::int64_t count = planes * params.length;
+    const std::int64_t tasks = planes * params.segments;
+    const int bits = ranking_memory::prefix_bits(tasks, decayed);
+    launch_keys(sorted_keys{memory.sort[0].keys, memory.sort[0].tokens, bits});
+    cub::DoubleBuffer<std::uint64_t> keys(memory.sort[0].keys, memory.sort[1].keys);
+    cub::DoubleBuffer<std::int32_t> tokens(memory.sort[0].tokens, memory.sort[1].tokens);
+    std::size_t cub_bytes = memory.cub_bytes;
+    check(
+        cub::DeviceRadixSort::SortPairs(memory.cub, cub_bytes, keys, tokens, static_cast<std::int32_t>(count),
+                                        0, bits + ranking_memory::task_bits(tasks), ctx.stream),
+        "cub::DeviceRadixSort::SortPairs");
+    const sorted_keys sorted{keys.Current(), tokens.Current(), bits};
+    const sorted_keys spare{keys.Alternate(), tokens.Alternate(), bits};
+    if (decayed) {
+        check(cudaMemsetAsync(memory.cleared, 0, ranking_memory::cleared_numbers * sizeof(std::uint64_t),
+                              ctx.stream),
+              "cudaMemsetAsync");
+        constexpr std::int64_t decided = fix_ties_keys * device_threads;
+        launch("fix_ties_kernel", fix_ties_kernel<Params>, (count + decided - 1) / decided, device_threads, 0,
+               ctx, params, sorted, memory.runs);
+        launch_cooperative("sort_long_ties_kernel", sort_long_ties_kernel<Params>, tuning.list_blocks, device,
+                           device_threads, sizeof(radix_shared), ctx, params, sorted, spare, memory.runs);
+    }
+    // From here on the sort's other half is free.
+    const ranking<std::int32_t> ranks{reinterpret_cast<std::int32_t*>(spare.keys),
+                                      params.edges == nullptr ? sorted.tokens : spare.tokens,
+                                      memory.checkpoints, memory.competitors};
+    launch("invert_and_count_kernel", invert_and_count_kernel<Params>, planes * memory.counts.buckets,
+           device_threads,
+           (32 + static_cast<std::size_t>(std::min(params.chunks, counted_chunks))) * sizeof(std::int32_t),
+           ctx, params, sorted, ranks, memory.counts);
+    launch("cutoff_checkpoints_kernel", cutoff_checkpoints_kernel<Params>,
+           (planes * params.chunks + device_threads / 32 - 1) / (device_threads / 32), device_threads, 0, ctx,
+           params, ranks, memory.counts);
+    launch_expire(ctx, params, ranks, out);
+}
+
 /// Ranks and what follows from them, for the heads whose ranks are static.
 template <class Gate, class Keep>
 void rank_and_expire(const cuda& ctx, const device_scope& device, const mask_plan& plan,
@@ -206,46 +268,11 @@ void rank_and_expire(const cuda& ctx, const device_scope& device, const mask_pla
         launch_expire(ctx, params, ranks, out);
         return;
     }
-    const std::int64_t planes = std::int64_t{params.batch} * params.heads;
-    const std::int64_t count = planes * params.length;
-    const std::int64_t parts = (params.length + keys_of_block - 1) / keys_of_block;
-    const std::int64_t tasks = planes * params.segments;
-    const int bits = ranking_memory::prefix_bits(tasks, plan.decayed);
-    const sorted_keys unsorted{memory.sort[0].keys, memory.sort[0].tokens, bits};
-    launch("make_sort_keys_kernel", make_sort_keys_kernel<Gate, Keep>, planes * parts, device_threads, 0, ctx,
-           params, unsorted);
-    cub::DoubleBuffer<std::uint64_t> keys(memory.sort[0].keys, memory.sort[1].keys);
-    cub::DoubleBuffer<std::int32_t> tokens(memory.sort[0].tokens, memory.sort[1].tokens);
-    std::size_t cub_bytes = memory.cub_bytes;
-    check(
-        cub::DeviceRadixSort::SortPairs(memory.cub, cub_bytes, keys, tokens, static_cast<std::int32_t>(count),
-                                        0, bits + ranking_memory::task_bits(tasks), ctx.stream),
-        "cub::DeviceRadixSort::SortPairs");
-    const sorted_keys sorted{keys.Current(), tokens.Current(), bits};
-    const sorted_keys spare{keys.Alternate(), tokens.Alternate(), bits};
-    if (plan.decayed) {
-        check(cudaMemsetAsync(memory.cleared, 0, ranking_memory::cleared_numbers * sizeof(std::uint64_t),
-                              ctx.stream),
-              "cudaMemsetAsync");
-        constexpr std::int64_t decided = fix_ties_keys * device_threads;
-        launch("fix_ties_kernel", fix_ties_kernel<Gate, Keep>, (count + decided - 1) / decided,
-               device_threads, 0, ctx, params, sorted, memory.runs);
-        launch_cooperative("sort_long_ties_kernel", sort_long_ties_kernel<Gate, Keep>, tuning.list_blocks,
-                           device, device_threads, sizeof(radix_shared), ctx, params, sorted, spare,
-                           memory.runs);
-    }
-    // From here on the sort's other half is free.
-    const ranking<std::int32_t> ranks{reinterpret_cast<std::int32_t*>(spare.keys),
-                                      params.edges == nullptr ? sorted.tokens : spare.tokens,
-                                      memory.checkpoints, memory.competitors};
-    launch("invert_and_count_kernel", invert_and_count_kernel<Gate, Keep>, planes * memory.counts.buckets,
-           device_threads,
-           (32 + static_cast<std::size_t>(std::min(params.chunks, counted_chunks))) * sizeof(std::int32_t),
-           ctx, params, sorted, ranks, memory.counts);
-    launch("cutoff_checkpoints_kernel", cutoff_checkpoints_kernel<Gate, Keep>,
-           (planes * params.chunks + device_threads / 32 - 1) / (device_threads / 32), device_threads, 0, ctx,
-           params, ranks, memory.counts);
-    launch_expire(ctx, params, ranks, out);
+    sort_and_expire(ctx, device, plan.decayed, params, memory, out, tuning, [&](const sorted_keys& unsorted) {
+        const std::int64_t parts = (params.length + keys_of_block - 1) / keys_of_block;
+        launch("make_sort_keys_kernel", make_sort_keys_kernel<Gate, Keep>, params.planes() * parts,
+               device_threads, 0, ctx, params, unsorted);
+    });
 }
 
 }  // namespace cuda_backend

@@ -32,11 +32,11 @@ inline constexpr int counted_chunks = 8192;
 
 /// One bucket of a plane by one block of device_threads: ranks, orders, competitors and counts. `count` and
 /// `total` are the block's shared memory.
-template <class Gate, class Keep>
+template <class Params>
 struct invert_block {
     static constexpr int warps = device_threads / 32;
 
-    const mask_params<Gate, Keep>& params;
+    const Params& params;
     const sorted_keys& sorted;
     const ranking<std::int32_t>& out;
     int* const total;  // [warps]
@@ -47,7 +47,7 @@ struct invert_block {
     std::int32_t* const counted;  // [chunks]
     const int thread = static_cast<int>(threadIdx.x);
 
-    __device__ __forceinline__ invert_block(const mask_params<Gate, Keep>& call, const sorted_keys& order,
+    __device__ __forceinline__ invert_block(const Params& call, const sorted_keys& order,
                                             const ranking<std::int32_t>& ranks,
                                             const cutoff_prefix_counts& counts, std::int64_t of_plane,
                                             std::int32_t index, int* memory)
@@ -116,14 +116,14 @@ struct invert_block {
         const auto segment = params.segments == 1
                                  ? 0
                                  : static_cast<std::int32_t>(sorted.task_of(key) - plane * params.segments);
-        const std::int32_t begin = params.edges == nullptr ? 0 : params.edges[segment];
+        const std::int32_t begin = params.edges == nullptr ? 0 : params.edge(segment);
         const bool competes = sorted.prefix_of(key) != sorted.idle();
         if (round == 0) {
             out.rank[row + token] = competes ? x - begin : no_rank;
             if (out.order != sorted.tokens) {
                 out.order[row + x] = token - begin;
             }
-            const std::int32_t end = params.edges == nullptr ? params.length : params.edges[segment + 1];
+            const std::int32_t end = params.edges == nullptr ? params.length : params.edge(segment + 1);
             // The border between those that compete and the others says how many do.
             const bool next_idle = x + 1 >= end || sorted.prefix_of(next_key) == sorted.idle();
             if (competes && next_idle) {
@@ -176,14 +176,13 @@ struct invert_block {
 /// out.competitors [planes, segments] and counts.before [planes, buckets, chunks], all int32.
 /// 1. Visit the keys of the bucket.
 /// 2. Scan its counts over the chunks.
-template <class Gate, class Keep>
+template <class Params>
 __global__ void __launch_bounds__(device_threads)
-    invert_and_count_kernel(const mask_params<Gate, Keep> params, const sorted_keys sorted,
-                            const ranking<std::int32_t> out, const cutoff_prefix_counts counts) {
+    invert_and_count_kernel(const Params params, const sorted_keys sorted, const ranking<std::int32_t> out,
+                            const cutoff_prefix_counts counts) {
     const std::int64_t plane = blockIdx.x / static_cast<unsigned>(counts.buckets);
     const auto index = static_cast<std::int32_t>(blockIdx.x % static_cast<unsigned>(counts.buckets));
-    invert_block<Gate, Keep>(params, sorted, out, counts, plane, index,
-                             reinterpret_cast<int*>(dynamic_shared()))
+    invert_block<Params>(params, sorted, out, counts, plane, index, reinterpret_cast<int*>(dynamic_shared()))
         .run();
 }
 
@@ -264,9 +263,9 @@ __device__ __forceinline__ std::int32_t find_rank(const std::int32_t* order, std
 /// none. Reads counts.before, ranks.order and competitors. Overwrites ranks.checkpoints [planes, chunks].
 /// 1. Find the bucket in which the keys reach k.
 /// 2. Find the rank in it.
-template <class Gate, class Keep>
+template <class Params>
 __global__ void __launch_bounds__(device_threads)
-    cutoff_checkpoints_kernel(const mask_params<Gate, Keep> params, const ranking<std::int32_t> ranks,
+    cutoff_checkpoints_kernel(const Params params, const ranking<std::int32_t> ranks,
                               const cutoff_prefix_counts counts) {
     const std::int64_t task =
         (std::int64_t{blockIdx.x} * device_threads + static_cast<std::int64_t>(threadIdx.x)) / 32;
@@ -282,8 +281,7 @@ __global__ void __launch_bounds__(device_threads)
     if (edge >= segment.length()) {
         return;
     }
-    const HeadParams head_params = params.all_params.of(params.head_of(plane));
-    const std::int32_t k = head_params.budget;
+    const std::int32_t k = params.rules(plane).budget;
 
     // 1. The bucket.
     const bucket_of_kth found = find_bucket(counts, plane, segment, params.chunks, base, chunk_index, k);

@@ -14,20 +14,19 @@ namespace cuda_backend {
 /// threads, a key each. Shared memory: agent_expire::shared (dynamic). Reads ranks.rank and order [planes,
 /// S], checkpoints [planes, chunks], competitors [planes, segments]. Overwrites expiry, rank and cutoff [B,
 /// Hkv, S], int32, where they are given. Phases: agent_expire::run (agent_expire.cuh).
-template <class Index, class Gate, class Keep>
+template <class Index, class Params>
 __global__ void __launch_bounds__(mask_chunk, 3)
-    expire_kernel(const mask_params<Gate, Keep> params, const ranking<Index> ranks, const mask_output out) {
+    expire_kernel(const Params params, const ranking<Index> ranks, const mask_output out) {
     const auto planes = static_cast<unsigned>(params.planes());
     const auto chunk_index = static_cast<std::int32_t>(blockIdx.x / planes);
     const std::int64_t plane = blockIdx.x % planes;
     const auto b = params.sequence_of(plane);
     const segment_range segment = params.segment(b, params.segment_of_chunk(chunk_index));
     const std::int32_t first = (chunk_index - params.first_chunk(segment.index)) * mask_chunk;
-    const HeadParams head_params = params.all_params.of(params.head_of(plane));
-    if (first >= segment.length() || params.by_decayed_top_k(head_params)) {
+    if (first >= segment.length() || params.by_decayed_top_k(params.rules(plane))) {
         return;
     }
-    using block = agent_expire<Index, Gate, Keep>;
+    using block = agent_expire<Index, Params>;
     block(params, ranks, out, plane, segment, first,
           *reinterpret_cast<typename block::shared*>(dynamic_shared()))
         .run(plane);

@@ -49,9 +49,9 @@ inline constexpr int fix_ties_keys = 4;
 /// 1. Find the runs that begin here.
 /// 2. Sort a short run.
 /// 3. List a long one.
-template <class Gate, class Keep>
+template <class Params>
 __global__ void __launch_bounds__(device_threads)
-    fix_ties_kernel(const mask_params<Gate, Keep> params, const sorted_keys sorted, const tie_list runs) {
+    fix_ties_kernel(const Params params, const sorted_keys sorted, const tie_list runs) {
     const std::int64_t count = params.planes() * params.length;
     const std::int64_t base =
         fix_ties_keys * (std::int64_t{blockIdx.x} * device_threads + static_cast<std::int64_t>(threadIdx.x));
@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(device_threads)
         const std::int64_t at = base + __ffs(static_cast<int>(begins)) - 1;
         const std::uint64_t key = sorted.keys[at];
         const sorted_segment segment = segment_of_task(params, sorted.task_of(key));
-        if (segment.head_params.log_gamma == 0.0f) {
+        if (params.has_exact_keys(segment.head_params)) {
             continue;  // the key is exact
         }
         int length = 2;

@@ -50,7 +50,10 @@ __global__ void __launch_bounds__(device_threads)
             const float score = scores[token];
             nan = nan || score != score;
             if (params.gate.open(score, segment.head_params)) {
-                key = priority_prefix(segment.head_params, score, t, out.bits);
+                const bool is_exact = params.has_exact_keys(segment.head_params);
+                const double priority =
+                    is_exact ? 0.0 : static_priority(score, segment.head_params.log_gamma, t);
+                key = priority_prefix(score, is_exact, priority, out.bits);
             }
         }
         const std::int64_t at = plane * params.length + token;

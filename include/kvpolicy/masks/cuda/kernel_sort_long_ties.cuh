@@ -16,11 +16,10 @@ inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
 /// keys[0, length) = the tokens' codes. Returns the bits in which the threads' codes differ from `reference`.
-template <class Gate, class Keep>
-__device__ inline std::uint64_t write_codes(const mask_params<Gate, Keep>& params,
-                                            const sorted_segment& segment, const std::int32_t* tokens,
-                                            std::uint64_t* keys, std::int32_t length,
-                                            std::uint64_t reference) {
+template <class Params>
+__device__ inline std::uint64_t write_codes(const Params& params, const sorted_segment& segment,
+                                            const std::int32_t* tokens, std::uint64_t* keys,
+                                            std::int32_t length, std::uint64_t reference) {
     std::uint64_t varies = 0;
     for (auto i = static_cast<std::int32_t>(threadIdx.x); i < length; i += device_threads) {
         const std::uint64_t code = code_of_token(params, segment, tokens[i]);
@@ -31,8 +30,8 @@ __device__ inline std::uint64_t write_codes(const mask_params<Gate, Keep>& param
 }
 
 /// Runs of up to tie_list::tile keys, one block each.
-template <class Gate, class Keep>
-__device__ inline void sort_ties_by_block(const mask_params<Gate, Keep>& params, const sorted_keys& sorted,
+template <class Params>
+__device__ inline void sort_ties_by_block(const Params& params, const sorted_keys& sorted,
                                           const sorted_keys& spare, const tie_list& runs,
                                           radix_shared& memory) {
     const int thread = static_cast<int>(threadIdx.x);
@@ -81,7 +80,7 @@ __device__ inline void sort_ties_by_block(const mask_params<Gate, Keep>& params,
 }
 
 /// Runs above tie_list::tile keys, sorted together by the whole grid, tile by tile.
-template <class Gate, class Keep>
+template <class Params>
 struct tiled_runs_sorter {
     /// A tile: its run, and its part [begin, begin + length) of the arrays.
     struct part {
@@ -90,14 +89,14 @@ struct tiled_runs_sorter {
         std::int32_t length;
     };
 
-    const mask_params<Gate, Keep>& params;
+    const Params& params;
     const tie_list& runs;
     radix_shared& memory;
     const std::int32_t tiled_runs, tiles;
     const std::int32_t blocks, block;
     const int thread;
 
-    __device__ __forceinline__ tiled_runs_sorter(const mask_params<Gate, Keep>& call, const tie_list& list,
+    __device__ __forceinline__ tiled_runs_sorter(const Params& call, const tie_list& list,
                                                  radix_shared& shared)
         : params(call),
           runs(list),
@@ -222,15 +221,15 @@ struct tiled_runs_sorter {
 /// restores them.
 /// 1. Runs of up to tie_list::tile keys, one block each.
 /// 2. Longer runs, tile by tile, by the whole grid.
-template <class Gate, class Keep>
+template <class Params>
 __global__ void __launch_bounds__(device_threads)
-    sort_long_ties_kernel(const mask_params<Gate, Keep> params, const sorted_keys sorted,
-                          const sorted_keys spare, const tie_list runs) {
+    sort_long_ties_kernel(const Params params, const sorted_keys sorted, const sorted_keys spare,
+                          const tie_list runs) {
     auto& memory = *reinterpret_cast<radix_shared*>(dynamic_shared());
     // 1. Runs of one block each.
     sort_ties_by_block(params, sorted, spare, runs, memory);
     // 2. Longer runs, by the whole grid.
-    const tiled_runs_sorter<Gate, Keep> sorter(params, runs, memory);
+    const tiled_runs_sorter<Params> sorter(params, runs, memory);
     if (sorter.tiled_runs > 0) {
         sorter.run(sorted, spare);
     }

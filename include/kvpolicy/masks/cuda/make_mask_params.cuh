@@ -28,7 +28,9 @@ bool uniform_params(const P& policy, std::int32_t layer, std::int32_t heads) {
         // Not ==: a NaN would make a rule differ from itself, but check() refuses those.
         if (head_params.sinks != first.sinks || head_params.window != first.window ||
             head_params.budget != first.budget || head_params.decay_step != first.decay_step ||
-            head_params.log_gamma != first.log_gamma || head_params.threshold != first.threshold) {
+            head_params.log_gamma != first.log_gamma || head_params.threshold != first.threshold ||
+            head_params.floor != first.floor || head_params.cap != first.cap ||
+            head_params.score_offset != first.score_offset) {
             return false;
         }
     }

@@ -41,6 +41,21 @@ struct segment_range {
     __device__ std::int32_t length() const { return end - begin; }
 };
 
+/// t + w, or never where that does not fit.
+__device__ inline expiry_t window_expiry(std::int32_t t, std::int32_t window) {
+    const std::int64_t end = std::int64_t{t} + window;
+    return end < never ? static_cast<expiry_t>(end) : never;
+}
+
+/// An expiry in a segment's frame, in the sequence's: a key of a packed segment ends with it.
+__device__ inline expiry_t in_sequence(expiry_t expiry, const segment_range& segment, bool packed) {
+    if (!packed) {
+        return expiry;
+    }
+    const std::int64_t moved = std::int64_t{expiry} + segment.begin;
+    return moved < segment.end ? static_cast<expiry_t>(moved) : segment.end;
+}
+
 /// Gate and Keep are the policy's gate and keep parts alone: policies that differ only in numbers, or in
 /// parts that write numbers, share their kernels.
 template <class Gate, class Keep>
@@ -59,7 +74,7 @@ struct mask_params {
     position_t limit = rebase_limit;
     std::uint32_t* status = nullptr;  // [batch] or null
 
-    __device__ std::int64_t planes() const { return std::int64_t{batch} * heads; }
+    KVPOLICY_HOST_DEVICE std::int64_t planes() const { return std::int64_t{batch} * heads; }
 
     // Plane b * heads + h and task plane * segments + index, taken apart. There are fewer than 2^31 of
     // either, and a division of 64 bits costs as much as a small kernel.
@@ -123,6 +138,14 @@ struct mask_params {
         return edges == nullptr ? 0 : last_begun(segments, [&](std::int32_t i) { return edges[i] <= t; });
     }
 
+    __device__ std::int32_t edge(std::int32_t index) const { return edges[index]; }
+    /// The rules under which the keys of a plane compete.
+    __device__ HeadParams rules(std::int64_t plane) const { return all_params.of(head_of(plane)); }
+    /// Whether priority_prefix() is all of a priority under these rules.
+    __device__ bool has_exact_keys(const HeadParams& head_params) const {
+        return head_params.log_gamma == 0.0f;
+    }
+
     /// Whether key t (from its segment's first token) never leaves because of where it stands.
     __device__ bool forever(const HeadParams& head_params, std::int32_t t) const {
         return t < head_params.sinks || keep.keeps(t);
@@ -132,6 +155,18 @@ struct mask_params {
     /// be evicted.
     __device__ bool leaves(const HeadParams& head_params, std::int32_t t, std::int32_t n) const {
         return t < n - head_params.window && !forever(head_params, t);
+    }
+
+    /// Writes the expiry of key t, in the segment's frame; of a key that competes.
+    __device__ void expire(const plane_view<expiry_t>& out, std::int32_t b, std::int32_t h,
+                           const segment_range& range, std::int32_t t, expiry_t value) const {
+        out.head(b, h)[range.begin + t] = in_sequence(value, range, edges != nullptr);
+    }
+    /// Writes the expiry of a key that does not compete.
+    __device__ void expire_alone(const plane_view<expiry_t>& out, std::int32_t b, std::int32_t h,
+                                 const segment_range& range, const HeadParams& head_params,
+                                 std::int32_t t) const {
+        expire(out, b, h, range, t, forever(head_params, t) ? never : window_expiry(t, head_params.window));
     }
 
     /// Whether this head's order of keys depends on the query, so that ranks are not static: decay steps
@@ -159,21 +194,6 @@ struct mask_params {
         return needs_decayed_top_k(head_params, length, limit) && ranks_by_class(head_params, length);
     }
 };
-
-/// t + w, or never where that does not fit.
-__device__ inline expiry_t window_expiry(std::int32_t t, std::int32_t window) {
-    const std::int64_t end = std::int64_t{t} + window;
-    return end < never ? static_cast<expiry_t>(end) : never;
-}
-
-/// An expiry in a segment's frame, in the sequence's: a key of a packed segment ends with it.
-__device__ inline expiry_t in_sequence(expiry_t expiry, const segment_range& segment, bool packed) {
-    if (!packed) {
-        return expiry;
-    }
-    const std::int64_t moved = std::int64_t{expiry} + segment.begin;
-    return moved < segment.end ? static_cast<expiry_t>(moved) : segment.end;
-}
 
 /// The cutoff when a chunk begins: the rank of the k-th best key that has left the window (open_cutoff while
 /// there are fewer than k), and how many have.

@@ -57,23 +57,22 @@ __device__ inline std::uint64_t priority_code(const HeadParams& head_params, flo
 }
 
 /// A sort key of `bits` bits, 32 to 61, whose order is the priorities' but for runs of equal keys: sign, the
-/// exponents of fp32, and as much of the double's mantissa as there are bits for. Exact for gamma = 1. Cut
-/// off, not rounded: either keeps the order. All ones stand for what does not compete, one less for NaN.
-__device__ inline std::uint64_t priority_prefix(const HeadParams& head_params, float score, std::int32_t t,
-                                                int bits) {
+/// exponents of fp32, and as much of the double's mantissa as there are bits for. `is_exact`: the
+/// priority is the score, all of which is in the key. Cut off, not rounded: either keeps the order. All ones
+/// stand for what does not compete, one less for NaN.
+__device__ inline std::uint64_t priority_prefix(float score, bool is_exact, double priority, int bits) {
     const std::uint64_t half = std::uint64_t{1} << (bits - 1);
     if (score != score) {
         return 2 * half - 2;
     }
-    if (head_params.log_gamma == 0.0f) {
+    if (is_exact) {
         return static_cast<std::uint64_t>(descending_key(score)) << (bits - 32);
     }
     constexpr std::uint64_t sign = std::uint64_t{1} << 63;
     constexpr std::uint64_t least = std::uint64_t{1023 - 127}
                                     << 52;                    // what fp32 cannot tell from 0 is one run,
     constexpr std::uint64_t most = std::uint64_t{255} << 52;  // and so is what it takes for infinity
-    const auto value =
-        static_cast<std::uint64_t>(__double_as_longlong(static_priority(score, head_params.log_gamma, t)));
+    const auto value = static_cast<std::uint64_t>(__double_as_longlong(priority));
     std::uint64_t magnitude = value & ~sign;
     magnitude = magnitude < least ? 0 : magnitude - least < most ? magnitude - least : most;
     magnitude >>= 61 - bits;

@@ -43,14 +43,14 @@ struct sorted_segment {
     HeadParams head_params;
 };
 
-template <class Gate, class Keep>
-__device__ inline sorted_segment segment_of_task(const mask_params<Gate, Keep>& params, std::int64_t task) {
+template <class Params>
+__device__ inline sorted_segment segment_of_task(const Params& params, std::int64_t task) {
     const std::int64_t plane = params.plane_of(task);
     const auto index = params.segment_of_task(task);
     const auto b = params.sequence_of(plane);
     const segment_range range = params.segment(b, index);
-    const std::int32_t begin = params.edges == nullptr ? 0 : params.edges[index];
-    return {plane, begin, range.length(), params.all_params.of(params.head_of(plane))};
+    const std::int32_t begin = params.edges == nullptr ? 0 : params.edge(index);
+    return {plane, begin, range.length(), params.rules(plane)};
 }
 
 /// The 64-bit code of an absolute token; what does not compete is last.
