@@ -69,6 +69,7 @@ from kvpolicy.policy import (
     Policy,
     Quest,
     QuestPages,
+    SharedBudget,
     Sink,
     StreamingLLM,
     Stride,

@@ -25,6 +25,7 @@ _MASK = """
 #include <kvpolicy/masks/build.hpp>
 #include <kvpolicy/policies/decay.hpp>
 #include <kvpolicy/policies/eviction_gate.hpp>
+#include <kvpolicy/policies/shared_budget.hpp>
 #include <kvpolicy/policies/sink.hpp>
 #include <kvpolicy/policies/stride.hpp>
 #include <kvpolicy/policies/threshold_gate.hpp>
@@ -157,7 +158,13 @@ KVPOLICY_EXPORTED kvpolicy::python::AnyCache* kvpolicy_make_cache(const kvpolicy
 """
 
 # The package's parts by their C++ types: the arrays of their numbers.
-_ARRAYS = {"Sink<>": "sinks", "Window<>": "windows", "TopKBudget<>": "budgets", "Decay<1>": "log_gammas"}
+_ARRAYS = {
+    "Sink<>": "sinks",
+    "Window<>": "windows",
+    "TopKBudget<>": "budgets",
+    "LayerBudget": "budgets",
+    "Decay<1>": "log_gammas",
+}
 _STORAGE = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "float", torch.float64: "double"}
 
 
@@ -315,12 +322,13 @@ class Expression(NamedTuple):
     values: tuple
 
 
-def expression_of(own_parts, gate, budget, decay):
-    """own_parts: CppPart and Stride; gate, budget, decay: C++ types, or None."""
+def expression_of(own_parts, gate, budget, decay, sources=()):
+    """own_parts: CppPart and Stride; gate, budget, decay: C++ types, or None, with `sources` that define
+    them."""
     package = ["Sink<>", "Window<>", *(kind for kind in (gate, budget, decay) if kind)]
     own = [f"std::remove_cvref_t<decltype({part.expression})>" for part in own_parts]
     values = [None] * len(package) + [part.expression for part in own_parts]
-    return Expression(tuple(part.source for part in own_parts), (*package, *own), tuple(values))
+    return Expression((*(part.source for part in own_parts), *sources), (*package, *own), tuple(values))
 
 
 def _filled(template, expression, value_of, **others):

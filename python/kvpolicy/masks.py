@@ -30,7 +30,8 @@ _POLICY = "str instance, int[] sinks, int[] windows, int[] budgets, float[] thre
 def numbers_of(policy):
     if policy.own_parts:
         raise NotImplementedError(
-            f"policy: {policy!r} is not allowed; with a Stride or a CppPart there is build_mask alone"
+            f"policy: {policy!r} is not allowed; with a Stride, a CppPart or a SharedBudget there is "
+            "build_mask alone"
         )
     return _numbers_of(policy)
 

@@ -75,6 +75,46 @@ class TopKBudget:
         object.__setattr__(self, "keys", _whole("TopKBudget", self.keys, 0))
 
 
+@dataclasses.dataclass(frozen=True)
+class SharedBudget:
+    """The KV heads of a layer share `keys` * Hkv slots: of the keys of all heads that left their windows, the
+    best stay (docs/shared-budget.md). `keys` per KV head: their sum. The `floor` best keys of a head stay, at
+    most its `cap` best compete, and `score_offset` is added to a head's scores where heads are compared; each
+    is one number, or one per KV head. Where decays differ by head, keys are ranked at every query. A policy
+    with it is compiled at its first use, anew for other limits, but not for other `keys`."""
+
+    keys: object
+    floor: object = 0
+    cap: object = UNLIMITED
+    score_offset: object = 0.0
+
+    def __post_init__(self):
+        for name in ("keys", "floor", "cap"):
+            label = "SharedBudget" if name == "keys" else name
+            object.__setattr__(self, name, _whole(label, getattr(self, name), 0))
+        object.__setattr__(self, "score_offset", _logits("score_offset", self.score_offset))
+        if UNLIMITED in self.keys:
+            raise ValueError(f"SharedBudget: {UNLIMITED} is not allowed; it must be below 2^31 - 1")
+        if not all(map(math.isfinite, self.score_offset)):
+            raise ValueError(f"score_offset: {self.score_offset} is not allowed; it must be finite")
+
+    @property
+    def source(self):
+        """A C++ part with these limits, whose keys are run-time values."""
+        arrays, limits = [], []
+        for name, kind in (("floor", "std::int32_t"), ("cap", "std::int32_t"), ("score_offset", "float")):
+            values = getattr(self, name)
+            texts = [f"{one.hex()}f" if kind == "float" else str(one) for one in values]
+            arrays.append(f"    static constexpr {kind} {name}s[] = {{{', '.join(texts)}}};\n")
+            limits.append(f".{name} = per_head({name}s, 1, {len(values)})")
+        return (
+            "struct LayerBudget : SharedBudget<> {\n"
+            + "".join(arrays)
+            + "    constexpr explicit LayerBudget(PerHead<std::int32_t> k)\n"
+            + f"        : SharedBudget<>(k, {{{', '.join(limits)}}}) {{}}\n}};\n"
+        )
+
+
 class Decay:
     """Scores fall with age: at query q, key t counts as r_t + (q - t) log(gamma).
 
@@ -189,6 +229,7 @@ _KINDS = {
     Sink: "Sink",
     Window: "Window",
     TopKBudget: "TopKBudget",
+    SharedBudget: "TopKBudget",
     Decay: "Decay",
     ThresholdGate: "gate",
     EvictionGate: "gate",
@@ -220,15 +261,15 @@ def _heads_of(part, first, last):
 
 
 class Policy:
-    """Parts in any order, at most one of a kind: Sink, Window, TopKBudget, Decay, a gate, QuestPages, and a
-    scorer (a torch.nn.Module of kvpolicy.scorers, any module that maps k and v to scores [B, Hkv, S], or what
-    H2O, TOVA and SnapKV observe); and any number of Stride and CppPart.
+    """Parts in any order, at most one of a kind: Sink, Window, TopKBudget or SharedBudget, Decay, a gate,
+    QuestPages, and a scorer (a torch.nn.Module of kvpolicy.scorers, any module that maps k and v to scores
+    [B, Hkv, S], or what H2O, TOVA and SnapKV observe); and any number of Stride and CppPart.
 
     A part that is left out has its neutral number: no sinks, a window of 1, no budget, gamma = 1. Raises
     TypeError for what is no part, ValueError for two parts of a kind and for parts that rank keys of no
-    budget, and NotImplementedError for a Decay on a gate alone. A policy with a Stride or a CppPart has no
-    instance in the package: build_mask and Cache compile one at the first use, into the folder KVPOLICY_CACHE
-    (default ~/.cache/kvpolicy); other operators refuse it.
+    budget, and NotImplementedError for a Decay on a gate alone. A policy with a Stride, a CppPart or a
+    SharedBudget has no instance in the package: build_mask and Cache compile one at the first use, into the
+    folder KVPOLICY_CACHE (default ~/.cache/kvpolicy); other operators refuse it.
     """
 
     def __init__(self, *parts):
@@ -272,14 +313,20 @@ class Policy:
         self.gate, self.has_budget = gate, budget is not None
         observed = isinstance(self.scorer, ObservedScorer)
         self.instance = self.scorer.instance if observed else self._instance_of(gate, budget)
-        self.own_parts = tuple(own)
-        if own:
+        shared = isinstance(budget, SharedBudget)
+        self.own_parts = (*own, budget) if shared else tuple(own)
+        if self.own_parts:
             if observed:
                 raise ValueError(
-                    f"Policy: {own[0]!r} is not allowed with {self.scorer!r}; it takes no other parts"
+                    f"Policy: {self.own_parts[0]!r} is not allowed with {self.scorer!r}; it takes no other "
+                    "parts"
                 )
             self.expression = first_use.expression_of(
-                own, _GATE_TYPES.get(self.instance), budget and "TopKBudget<>", decay and "Decay<1>"
+                own,
+                _GATE_TYPES.get(self.instance),
+                "LayerBudget" if shared else budget and "TopKBudget<>",
+                decay and "Decay<1>",
+                (budget.source,) if shared else (),
             )
             self.instance = first_use.mask_source(self.expression)
 

@@ -208,6 +208,83 @@ def test_a_damaged_folder(cache, capfd):
     assert compiled not in capfd.readouterr().err
 
 
+def shared_expiry(scores, windows, budgets, floors=None, caps=None, offsets=None, gammas=None, is_open=None):
+    """expiry [Hkv, S] of heads that share sum(budgets) slots, from the definition (docs/shared-budget.md): at
+    every query the held keys and the candidates are sorted. One gamma, or one per head."""
+    heads, length = scores.shape
+    floors, caps = floors or [0] * heads, caps or [length] * heads
+    offsets, gammas = offsets or [0.0] * heads, gammas or [0.0] * heads
+    expiry, held = torch.full((heads, length), kvp.UNLIMITED, dtype=torch.int32), []
+    for q in range(length):
+        for h in range(heads):
+            t = q - windows[h]
+            if t >= 0 and (is_open is None or is_open(scores[h, t].item())):
+                held.append((h, t))
+            elif t >= 0:
+                expiry[h, t] = q
+
+        def place(key, q=q):
+            h, t = key
+            return -(scores[h, t].item() + offsets[h] + (q - t) * gammas[h]), t, h
+
+        held.sort(key=place)
+        of = [[key for key in held if key[0] == h] for h in range(heads)]
+        stay = {key for h in range(heads) for key in of[h][: floors[h]]}
+        others = sorted((key for h in range(heads) for key in of[h][floors[h] : caps[h]]), key=place)
+        stay |= set(others[: sum(budgets) - len(stay)])
+        for key in held:
+            if key not in stay:
+                expiry[key] = q
+        held = [key for key in held if key in stay]
+    return expiry
+
+
+def test_a_budget_that_heads_share(device, cache):
+    scores = torch.randint(-8, 8, (2, 3, S)) / 4  # exact sums, and ties
+    log_gamma = torch.tensor([-0.25, 0.0, -0.5])
+    cases = [
+        ([kvp.SharedBudget(4)], dict(budgets=[4, 4, 4])),
+        ([kvp.SharedBudget((1, 2, 5)), kvp.Decay(log_gamma=torch.tensor([-0.25]))],
+         dict(budgets=[1, 2, 5], gammas=[-0.25] * 3)),
+        ([kvp.SharedBudget(4, floor=2, cap=(3, 7, kvp.UNLIMITED), score_offset=(0.0, 1.0, -0.5)),
+          kvp.Decay(log_gamma=log_gamma)],
+         dict(budgets=[4, 4, 4], floors=[2] * 3, caps=[3, 7, S], offsets=[0.0, 1.0, -0.5],
+              gammas=log_gamma.tolist())),
+        ([kvp.SharedBudget(4), kvp.ThresholdGate(0.25)], dict(budgets=[4] * 3, is_open=lambda z: z >= 0.25)),
+    ]  # fmt: skip
+    for parts, numbers in cases:
+        policy = kvp.Policy(kvp.Window((5, 1, 9)), *parts)
+        mask = kvp.build_mask(policy, scores.to(device)).expiry.cpu()
+        want = torch.stack([shared_expiry(sequence, [5, 1, 9], **numbers) for sequence in scores])
+        assert torch.equal(reference.clamp(mask), reference.clamp(want)), policy
+    # Other keys need no other library; other limits do.
+    before = set(cache.glob("*.so"))
+    kvp.build_mask(kvp.Policy(kvp.Window((5, 1, 9)), kvp.SharedBudget(7)), scores.to(device))
+    assert set(cache.glob("*.so")) == before
+
+
+def test_refusals_of_shared_budgets(cache):
+    scores = torch.zeros(1, 2, 9)
+    policy = kvp.Policy(kvp.Window(2), kvp.SharedBudget(3))
+    with pytest.raises(ValueError, match="a second TopKBudget is not allowed"):
+        kvp.Policy(kvp.TopKBudget(3), kvp.SharedBudget(3))
+    for keys in (-1, kvp.UNLIMITED):
+        with pytest.raises(ValueError, match="SharedBudget: .* is not allowed"):
+            kvp.SharedBudget(keys)
+    with pytest.raises(ValueError, match="floor: -1 is not allowed"):
+        kvp.SharedBudget(3, floor=-1)
+    with pytest.raises(ValueError, match="score_offset: .*inf.* is not allowed"):
+        kvp.SharedBudget(3, score_offset=float("inf"))
+    with pytest.raises(ValueError, match="sum of the floors of layer 0: 8 is not allowed"):
+        kvp.build_mask(kvp.Policy(kvp.SharedBudget(3, floor=4)), scores)
+    with pytest.raises(NotImplementedError, match="boundary_loss takes"):
+        kvp.boundary_loss(policy, scores, scores)
+    with pytest.raises(NotImplementedError, match="has no share of the heads"):
+        policy.share(0, 1)
+    with pytest.raises(ValueError, match="takes no other parts|must have a TopKBudget"):
+        kvp.Policy(kvp.SharedBudget(3), kvp.LastMass())
+
+
 def test_another_process_finds_the_library(cache):
     code = (
         "import torch, kvpolicy as kvp\n"
