@@ -5,6 +5,7 @@
 #include <kvpolicy/core/types.hpp>
 #include <kvpolicy/policies/compose.hpp>
 #include <kvpolicy/policies/decay.hpp>
+#include <kvpolicy/policies/ranking.hpp>
 #include <kvpolicy/policies/shared_budget.hpp>
 #include <kvpolicy/policies/sink.hpp>
 #include <kvpolicy/policies/threshold_gate.hpp>
