@@ -416,7 +416,8 @@ class Policy {
         }
     }
 
-    std::tuple<Parts...> parts_{};
+    // Each by itself: g++ 12 clears a part of the tuple's default behind some empty ones.
+    std::tuple<Parts...> parts_{Parts{}...};
 };
 
 namespace detail {

@@ -118,3 +118,11 @@ TEST_CASE("the order of keys of several heads: value, age, head; NaN last") {
     head_params.score_offset = 1e-8f;
     CHECK(shared_rank_value(head_params, false, 1.0f, 4, 5) == 1.0 + static_cast<double>(1e-8f));
 }
+
+TEST_CASE("parts of a default policy have their numbers, behind empty parts too") {
+    // Not constexpr: g++ 12 gets these right.
+    const Policy<Sink<4>, Window<64>, SharedBudget<956>> fixed{};
+    CHECK(fixed.params(0, 0).budget == 956);
+    CHECK(fixed.params(0, 0).cap == unlimited);
+    CHECK(fixed.shared_slots(0, 8) == 8 * 956);
+}
