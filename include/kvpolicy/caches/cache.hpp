@@ -71,9 +71,6 @@ void measure_on(const host& /*ctx*/, Ref& /*cache*/) {}
 /// The members that FixedBudgetCache and DualCache have in common. `Derived` has layer(layer).
 template <class Derived, AnyPolicy P, Storage T>
 class CacheOwner {
-    static_assert(!P::shares_budget,
-                  "kvpolicy: a cache decides head by head, and the heads of this Policy share a budget");
-
   public:
     using scorer_type = typename P::scorer_type;
 

@@ -1,6 +1,6 @@
 // DualCache: a local ring (sinks and window) and a global part that grows, in pages of one pool. For policies
 // whose memory no number bounds: gates (SP-KV, WG-KV), heads with unlimited budgets (DuoAttention's retrieval
-// heads), keep parts. A budget beside the gate caps it (LTE).
+// heads), keep parts. A budget beside the gate caps it (LTE). And for heads that share a budget, on the host.
 #pragma once
 
 #include <kvpolicy/caches/cache.hpp>
@@ -20,11 +20,79 @@
 
 namespace kvpolicy {
 
+namespace detail {
+
+/// What a layer has beside its heads' numbers where the heads share a budget; else nothing. Pages that a
+/// sequence of the layer has and none of its heads needs wait in its stash: a head that gives up entries
+/// puts their pages there, and a head that grows takes pages from there first.
+template <class P, bool Shared = P::shares_budget>
+struct SharedSlots {};
+template <class P>
+struct SharedSlots<P, true> {
+    std::int64_t shared_slots = 0;    // top-k slots of the layer
+    bool is_static = true;            // Policy::has_static_shared_order
+    std::int32_t* stash = nullptr;    // [max_sequences, stash_capacity]: page ids
+    std::int32_t* stashed = nullptr;  // [max_sequences]: how many
+    std::int64_t stash_capacity = 0;  // the most pages of a sequence
+};
+
+/// The most keys of a head that can hold top-k slots.
+template <class P>
+KVPOLICY_HOST_DEVICE constexpr std::int64_t slots_of_head(const HeadParams& head_params,
+                                                          [[maybe_unused]] std::int64_t shared_slots) {
+    if constexpr (P::shares_budget) {
+        return head_params.cap < shared_slots ? head_params.cap : shared_slots;
+    } else {
+        return head_params.budget;
+    }
+}
+
+/// The most pages of `page_size` entries that the heads of a layer need together for a sequence of `length`
+/// tokens, however they divide the `shared_slots`: where they begin as many pages as they can.
+template <class P>
+constexpr std::int64_t shared_pages_at_most(const HeadParams* params, std::int32_t heads,
+                                            std::int64_t shared_slots, std::int32_t page_size,
+                                            position_t length) {
+    const auto recent_of = [&](std::int32_t head) {
+        const std::int64_t recent = std::int64_t{params[head].sinks} + params[head].window;
+        return recent < length ? recent : length;
+    };
+    // Slots that fill the last page of sinks and window, and the first of the next page.
+    const auto first_of = [&](std::int32_t head) {
+        return (page_size - recent_of(head) % page_size) % page_size + 1;
+    };
+    const auto limit_of = [&](std::int32_t head) {
+        const std::int64_t long_range = length - recent_of(head),
+                           most = slots_of_head<P>(params[head], shared_slots);
+        return long_range < most ? long_range : most;
+    };
+    std::int64_t pages = 0, left = shared_slots, more = 0;
+    for (std::int32_t head = 0; head < heads; ++head) {
+        pages += ((P::has_keep ? length : recent_of(head)) + page_size - 1) / page_size;
+    }
+    if (P::has_keep) {
+        return pages;
+    }
+    // The heads' first further pages, the cheapest first: at most page_size slots each, as all later ones.
+    for (std::int64_t cost = 1; cost <= page_size; ++cost) {
+        for (std::int32_t head = 0; head < heads; ++head) {
+            if (first_of(head) == cost && cost <= limit_of(head) && cost <= left) {
+                left -= cost;
+                ++pages;
+                more += (limit_of(head) - cost) / page_size;
+            }
+        }
+    }
+    return pages + (more < left / page_size ? more : left / page_size);
+}
+
+}  // namespace detail
+
 /// One layer of a DualCache. Every (sequence, head) has a page table; its rows are numbered as in a
 /// FixedBudgetCache, [sinks | ring | top-k], and row r lies in page r / page_size of the table. Pages are
 /// taken as rows come into use.
 template <class P, class T>
-struct DualRef : LayerRef<P, T> {
+struct DualRef : LayerRef<P, T>, detail::SharedSlots<P> {
     /// Whether rows come from a pool that may be exhausted.
     static constexpr bool pooled = true;
 
@@ -67,25 +135,34 @@ struct DualRef : LayerRef<P, T> {
     }
     /// The most rows that a head can have in use.
     KVPOLICY_HOST_DEVICE constexpr std::int64_t capacity(std::int32_t head) const {
-        return capacity_of(this->all_params[head], max_seq_len);
+        return capacity_of(this->all_params[head], max_seq_len, slots_of(head));
     }
+    /// `top_k_slots`: slots_of_head().
     KVPOLICY_HOST_DEVICE static constexpr std::int64_t capacity_of(const HeadParams& head_params,
-                                                                   position_t max_seq_len) {
-        if (P::has_keep || P::grows || head_params.budget == unlimited) {
+                                                                   position_t max_seq_len,
+                                                                   std::int64_t top_k_slots) {
+        if (P::has_keep || P::grows || top_k_slots == unlimited) {
             return max_seq_len;
         }
-        const std::int64_t bound = std::int64_t{head_params.sinks} + head_params.window + head_params.budget;
+        const std::int64_t bound = std::int64_t{head_params.sinks} + head_params.window + top_k_slots;
         return bound < max_seq_len ? bound : max_seq_len;
+    }
+    /// The most keys of a head that can hold top-k slots.
+    KVPOLICY_HOST_DEVICE constexpr std::int64_t slots_of(std::int32_t head) const {
+        if constexpr (P::shares_budget) {
+            return detail::slots_of_head<P>(this->all_params[head], this->shared_slots);
+        } else {
+            return detail::slots_of_head<P>(this->all_params[head], 0);
+        }
     }
     /// The rows that may expire while a chunk runs: sinks and ring, and the top-k entries of a head with a
     /// budget.
     KVPOLICY_HOST_DEVICE constexpr std::int64_t expirable_entries(std::int32_t head) const {
         const HeadParams& head_params = this->all_params[head];
         const std::int64_t recent = std::int64_t{head_params.sinks} + head_params.window;
+        const std::int64_t top_k_slots = slots_of(head);
         const std::int64_t expirable =
-            head_params.budget == unlimited || head_params.budget == 0 || capacity(head) < recent
-                ? recent
-                : capacity(head);
+            top_k_slots == unlimited || top_k_slots == 0 || capacity(head) < recent ? recent : capacity(head);
         return expirable < max_seq_len ? expirable : max_seq_len;  // a window may be longer than any sequence
     }
     KVPOLICY_HOST_DEVICE constexpr std::int64_t page_id(std::int64_t seq, std::int32_t head,
@@ -117,12 +194,69 @@ struct DualRef : LayerRef<P, T> {
         const std::int64_t have = held[this->head_index(seq, head)];
         return pages > have ? pages - have : 0;
     }
-    /// Takes them; the pool must have them.
+    /// Takes them; the stash, where there is one, and the pool must have them.
     void take_pages(std::int64_t seq, std::int32_t head, std::int64_t rows) const {
         std::int32_t& have = held[this->head_index(seq, head)];
         for (std::int64_t missing = pages_missing(seq, head, rows); missing > 0; --missing) {
-            pages(seq, head)[have++] = pool.take();
+            pages(seq, head)[have++] = take_page(seq);
         }
+    }
+
+    // Where the heads share a budget.
+
+    /// Page ids that wait for any head of a sequence.
+    [[nodiscard]] std::int32_t* stash_of(std::int64_t seq) const requires P::shares_budget {
+        return this->stash + seq * this->stash_capacity;
+    }
+    /// Pages that the heads of a sequence lack together for rows_of(head) rows each.
+    template <class RowsOf>
+    [[nodiscard]] std::int64_t shared_pages_missing(std::int64_t seq,
+                                                    const RowsOf& rows_of) const requires P::shares_budget {
+        std::int64_t missing = -std::int64_t{this->stashed[seq]};
+        for (std::int32_t head = 0; head < this->kv_heads; ++head) {
+            missing +=
+                (rows_of(head) + pool.page_size - 1) / pool.page_size - held[this->head_index(seq, head)];
+        }
+        return missing > 0 ? missing : 0;
+    }
+    /// Pages that a sequence lacks so that it cannot run out of them before it has the length `until`.
+    [[nodiscard]] std::int64_t shared_pages_ahead(std::int64_t seq,
+                                                  position_t until) const requires P::shares_budget {
+        const std::int64_t by_heads =
+            shared_pages_missing(seq, [&](std::int32_t head) { return rows_until(seq, head, until); });
+        std::int64_t by_slots =
+            detail::shared_pages_at_most<P>(this->all_params, this->kv_heads, this->shared_slots,
+                                            pool.page_size, until < max_seq_len ? until : max_seq_len) -
+            this->stashed[seq];
+        for (std::int32_t head = 0; head < this->kv_heads; ++head) {
+            by_slots -= held[this->head_index(seq, head)];
+        }
+        by_slots = by_slots > 0 ? by_slots : 0;
+        return by_heads < by_slots ? by_heads : by_slots;
+    }
+    /// Moves pages from the pool, which must have them, to the stash.
+    void stash_pages(std::int64_t seq, std::int64_t count) const requires P::shares_budget {
+        for (; count > 0; --count) {
+            stash_of(seq)[this->stashed[seq]++] = pool.take();
+        }
+    }
+    /// Moves the pages that a head does not need for `rows` rows to the stash.
+    void release_pages(std::int64_t seq, std::int32_t head,
+                       std::int64_t rows) const requires P::shares_budget {
+        std::int32_t& have = held[this->head_index(seq, head)];
+        while (have > (rows + pool.page_size - 1) / pool.page_size) {
+            stash_of(seq)[this->stashed[seq]++] = pages(seq, head)[--have];
+        }
+    }
+
+  private:
+    [[nodiscard]] std::int32_t take_page(std::int64_t seq) const {
+        if constexpr (P::shares_budget) {
+            if (this->stashed[seq] > 0) {
+                return stash_of(seq)[--this->stashed[seq]];
+            }
+        }
+        return pool.take();
     }
 };
 
@@ -192,13 +326,13 @@ class DualCache : public CacheOwner<DualCache<P, T>, P, T> {
     /// the cache's use; it must not overlap a slab that was attached before.
     void add_slab(const host& ctx, void* buffer, std::size_t buffer_bytes);
     void add_slab(const host& ctx, Buffer& buffer) { add_slab(ctx, buffer.data(), buffer.size()); }
-    /// Attaches pages that an engine owns, as one slab: row r of its page p is at k + p * k_page + r * k_row,
-    /// and v likewise (PoolShape::strides). `notes`: notes_bytes() of memory for positions and scores. As a
-    /// page here is one KV head's, an engine's pool of pages of several heads is a slab for each of them: of
-    /// FlashInfer's pages [P, 2, page_size, H, D] (NHD) slab h begins at base + h * D, with strides 2 *
-    /// page_size * H * D and H * D, of [P, 2, H, page_size, D] (HND) at base + h * page_size * D, with row
-    /// stride D; values page_size * H * D further on. Slabs must not share rows; that is not checked. Pages
-    /// that a call takes are written, no others.
+    /// Attaches pages that an engine owns, as one slab: row r of its page p is at k + p * k_page + r *
+    /// k_row, and v likewise (PoolShape::strides). `notes`: notes_bytes() of memory for positions and
+    /// scores. As a page here is one KV head's, an engine's pool of pages of several heads is a slab for
+    /// each of them: of FlashInfer's pages [P, 2, page_size, H, D] (NHD) slab h begins at base + h * D,
+    /// with strides 2 * page_size * H * D and H * D, of [P, 2, H, page_size, D] (HND) at base + h *
+    /// page_size * D, with row stride D; values page_size * H * D further on. Slabs must not share rows;
+    /// that is not checked. Pages that a call takes are written, no others.
     void add_pages(const host& ctx, T* k, T* v, void* notes, std::size_t notes_bytes);
     [[nodiscard]] std::int32_t slabs() const { return static_cast<std::int32_t>(attached_.size()); }
     /// Free pages, and pages that were added (without the spared ones).
@@ -214,11 +348,16 @@ class DualCache : public CacheOwner<DualCache<P, T>, P, T> {
 
     /// Gives the named sequences the pages that batch.tokens(i) further tokens can need at most, in all
     /// layers, so that steps, chunks and calls of accept() of so many tokens cannot fail. Tokens that some
-    /// layer has taken before advance() do not count as further ones, in any layer. Returns 0; or the number
-    /// of slabs that are missing, and then reserves none. Pages stay with their sequence until it is cleared;
-    /// evict() returns only pages that the rest of the reservation cannot need. A copy of the sequence (fork,
-    /// reorder, restore) has no reservation. Refuses tokens beyond pool().max_seq_len.
+    /// layer has taken before advance() do not count as further ones, in any layer. Returns 0; or the
+    /// number of slabs that are missing, and then reserves none. Pages stay with their sequence until it is
+    /// cleared; evict() returns only pages that the rest of the reservation cannot need. A copy of the
+    /// sequence (fork, reorder, restore) has no reservation. Refuses tokens beyond pool().max_seq_len.
     [[nodiscard]] std::int64_t reserve(const host& ctx, const Batch& batch);
+
+    /// For a policy whose heads share a budget: the most pages that a sequence takes in a layer, however
+    /// its heads divide the slots. A pool of max_sequences times the layers' sum is never exhausted, as
+    /// reserve() of the longest sequences would make sure. Needs no bind().
+    [[nodiscard]] std::int64_t pages_per_sequence(std::int32_t layer) const requires P::shares_budget;
 
     /// Bytes of workspace that evict needs. Depends on the threads of `on` and on the slabs
     /// that were attached.
@@ -226,10 +365,11 @@ class DualCache : public CacheOwner<DualCache<P, T>, P, T> {
     /// For a policy with an eviction part: looks at the named sequences that have tokens in the batch, and
     /// evicts entries of all heads from those over the limit (policies/eviction.hpp says which entries),
     /// until they are below it or no entry may go. Remaining entries keep their order; free pages return to
-    /// the pool, except those of a reservation. Call it once per step or chunk, after advance(batch): refuses
-    /// a sequence some of whose layers have taken tokens that advance() has not counted. options.reports
-    /// [count], where given, gets the results. With options.status such a sequence is left as it is instead,
-    /// and sets status_layer_skipped. Synchronous; the bits do not depend on the number of threads.
+    /// the pool, except those of a reservation. Call it once per step or chunk, after advance(batch):
+    /// refuses a sequence some of whose layers have taken tokens that advance() has not counted.
+    /// options.reports [count], where given, gets the results. With options.status such a sequence is left
+    /// as it is instead, and sets status_layer_skipped. Synchronous; the bits do not depend on the number
+    /// of threads.
     void evict(const host& ctx, const Batch& batch, workspace_view workspace,
                const EvictOptions& options = {}) requires P::has_eviction;
 
@@ -248,8 +388,8 @@ class DualCache : public CacheOwner<DualCache<P, T>, P, T> {
     // The rest of the above on a device: see the comment in CacheOwner. Tables, states and slabs are device
     // memory.
 
-    /// Attaches slab_bytes() of device memory. A graph captured before finds the new pages too. Waits for the
-    /// stream; not to be captured.
+    /// Attaches slab_bytes() of device memory. A graph captured before finds the new pages too. Waits for
+    /// the stream; not to be captured.
     template <class Build = cuda_build>
     void add_slab(const cuda& ctx, void* buffer, std::size_t buffer_bytes);
     template <class Build = cuda_build>
@@ -264,19 +404,19 @@ class DualCache : public CacheOwner<DualCache<P, T>, P, T> {
     template <class Build = cuda_build>
     [[nodiscard]] std::int64_t free_pages(const cuda& ctx) const;
     /// As the host's; `batch`'s arrays are device memory. Entries that the host would refuse (bad sequences
-    /// and counts, tokens beyond pool().max_seq_len) get no pages. No two entries may name the same sequence;
-    /// this is not checked. Waits for the stream; not to be captured: call it between steps, and the next
-    /// ones cannot fail inside a graph.
+    /// and counts, tokens beyond pool().max_seq_len) get no pages. No two entries may name the same
+    /// sequence; this is not checked. Waits for the stream; not to be captured: call it between steps, and
+    /// the next ones cannot fail inside a graph.
     template <class Build = cuda_build>
     [[nodiscard]] std::int64_t reserve(const cuda& ctx, const Batch& batch);
     /// Bytes of workspace that evict needs. Depends on the slabs that were attached.
     template <class Build = cuda_build>
     [[nodiscard]] std::size_t evict_workspace_bytes(const cuda& ctx) const requires P::has_eviction;
     /// As the host's, to rounding of the masses; the batch's arrays, options.reports [count] and
-    /// options.status [count] are device memory. A sequence in the middle of a token stays as it is, and sets
-    /// status_layer_skipped. One launch without a wait, which may be captured; a graph that captured it knows
-    /// the workspace of the slabs attached until then, so attach them before: a sequence with more rows is
-    /// left alone, and sets status_small_workspace.
+    /// options.status [count] are device memory. A sequence in the middle of a token stays as it is, and
+    /// sets status_layer_skipped. One launch without a wait, which may be captured; a graph that captured
+    /// it knows the workspace of the slabs attached until then, so attach them before: a sequence with more
+    /// rows is left alone, and sets status_small_workspace.
     template <class Build = cuda_build>
     void evict(const cuda& ctx, const Batch& batch, workspace_view workspace,
                const EvictOptions& options = {}) requires P::has_eviction;
@@ -344,6 +484,14 @@ class DualCache : public CacheOwner<DualCache<P, T>, P, T> {
                                 : 0;
     }
     void give_pages(const ref_type& cache, std::int32_t seq) const;
+    /// The slots that the heads of a layer share; 0 where they do not.
+    [[nodiscard]] std::int64_t shared_slots_of([[maybe_unused]] std::int32_t layer) const {
+        if constexpr (P::shares_budget) {
+            return this->policy_.shared_slots(layer, this->shape_.kv_heads);
+        } else {
+            return 0;
+        }
+    }
     /// Slabs that so many more pages take.
     [[nodiscard]] std::int64_t slabs_of(std::int64_t pages) const {
         const std::int64_t first = pool_.slab_pages - spared_of(slabs()),
@@ -378,6 +526,10 @@ class DualCache : public CacheOwner<DualCache<P, T>, P, T> {
     /// Byte offsets of one layer's arrays in the buffer.
     struct layer_plan {
         std::size_t table, held, arrivals, tile_victims, spare_k, spare_v, spare_position, spare_score;
+        // Where heads share a budget:
+        std::size_t stash, stashed;
+        std::int64_t stash_capacity, shared_slots;
+        bool is_static;
         typename base::common_plan common;
     };
 

@@ -50,6 +50,9 @@ class FixedBudgetCache : public CacheOwner<FixedBudgetCache<P, T>, P, T> {
                   "kvpolicy: a FixedBudgetCache cannot hold a policy that keeps what is decoded (SnapKV), "
                   "since nothing "
                   "bounds it; a DualCache can");
+    static_assert(!P::shares_budget,
+                  "kvpolicy: a FixedBudgetCache gives each head entries of its own; the heads of this policy "
+                  "share a budget, which a DualCache holds");
     using base = CacheOwner<FixedBudgetCache<P, T>, P, T>;
 
   public:

@@ -293,7 +293,7 @@ bool bounded(const P& policy, std::int32_t kv_heads) {
 template <class T = float, class P>
 void check_policy(const kvpolicy::host& ctx, const P& policy, const Sizes& sizes, Scores kind,
                   std::mt19937& generator, kvpolicy::position_t rebase_limit = kvpolicy::rebase_limit) {
-    if constexpr (!P::has_keep && (!P::has_gate || P::has_budget)) {
+    if constexpr (!P::has_keep && !P::shares_budget && (!P::has_gate || P::has_budget)) {
         if (bounded(policy, sizes.kv_heads)) {
             check_policy_in<Fixed, T>(ctx, policy, sizes, kind, generator, rebase_limit);
         }

@@ -1,7 +1,9 @@
 // The central promise: given the same scores, the mask, the stepped cache and the cache filled in any chunks
 // hold the same keys after every token, and every query gets the same output.
 #include <kvpolicy/policies/decay.hpp>
+#include <kvpolicy/policies/shared_budget.hpp>
 #include <kvpolicy/policies/sink.hpp>
+#include <kvpolicy/policies/stride.hpp>
 #include <kvpolicy/policies/threshold_gate.hpp>
 #include <kvpolicy/policies/topk_budget.hpp>
 #include <kvpolicy/policies/window.hpp>
@@ -249,5 +251,33 @@ TEST_CASE("keys that are kept for their position, alone, under a gate and beside
                                    step == 1 ? 7 : rebase_limit);
             }
         }
+    }
+}
+
+TEST_CASE("a budget that heads share: floors, caps and offsets, gates, keep parts and decays") {
+    const host ctx{2};
+    std::mt19937 generator(12);
+    const std::int32_t windows[] = {3, 1, 6}, sinks[] = {0, 2, 1}, floors[] = {0, 2, 1}, caps[] = {30, 5, 9};
+    const float offsets[] = {0.0f, 0.5f, -1.0f}, slopes[] = {-0.02f, -0.3f, 0.0f};
+    const std::int32_t steps[] = {1, 7, 3};
+    const Sink<> by_head_sinks{per_head(sinks, 1, 3)};
+    const Window<> by_head_windows{per_head(windows, 1, 3)};
+    const SharedLimits limits{per_head(floors, 1, 3), per_head(caps, 1, 3), per_head(offsets, 1, 3)};
+    const Sizes sizes{.batch = 2, .kv_heads = 3, .group = 2, .length = 60};
+    for (const test::Scores kind : test::all_scores) {
+        for (const std::int32_t k : {0, 1, 4, 40}) {
+            CAPTURE(k);
+            test::check_policy(ctx,
+                               Policy<Sink<>, Window<>, SharedBudget<>, Decay<1>>{
+                                   by_head_sinks, by_head_windows,
+                                   SharedBudget<>{k, k == 0 ? SharedLimits{} : limits}, Decay<1>{-0.02f}},
+                               sizes, kind, generator, 1 + k);
+        }
+        test::check_policy(
+            ctx,
+            Policy<Sink<>, Window<>, ThresholdGate<at_least>, SharedBudget<>, Decay<dynamic>, Stride<>>{
+                by_head_sinks, by_head_windows, ThresholdGate<at_least>{0.0f}, SharedBudget<>{4, limits},
+                Decay<dynamic>{per_head(slopes, 1, 3), per_head(steps, 1, 3)}, Stride<>{9}},
+            sizes, kind, generator);
     }
 }

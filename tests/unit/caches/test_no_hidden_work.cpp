@@ -4,6 +4,7 @@
 #include <kvpolicy/h2o.hpp>
 #include <kvpolicy/masks/build.hpp>
 #include <kvpolicy/policies/decay.hpp>
+#include <kvpolicy/policies/shared_budget.hpp>
 #include <kvpolicy/policies/sink.hpp>
 #include <kvpolicy/policies/threshold_gate.hpp>
 #include <kvpolicy/policies/topk_budget.hpp>
@@ -98,9 +99,8 @@ TEST_CASE("no call of a cache allocates") {
     }
 }
 
-TEST_CASE("no call of a cache with a pool allocates, growing included") {
-    using P = Policy<Sink<2>, Window<5>, ThresholdGate<at_least>>;
-    const P policy{{}, {}, ThresholdGate<at_least>{-1.0f}};
+template <class P>
+static void check_pool(const P& policy) {
     constexpr std::int32_t count = 12;
     std::mt19937 generator(1);
     test::Tensor<float> q(count, 2, 4, 8), k(count, 2, 4, 8), v(count, 2, 4, 8), out(count, 2, 4, 8);
@@ -156,6 +156,14 @@ TEST_CASE("no call of a cache with a pool allocates, growing included") {
     CHECK(allocations.load() - before == 0);
     CHECK(std::all_of(status.begin(), status.end(),
                       [](std::uint32_t s) { return s == status_pool_exhausted; }));
+}
+
+TEST_CASE("no call of a cache with a pool allocates, growing included") {
+    const ThresholdGate<at_least> gate{-1.0f};
+    check_pool(Policy<Sink<2>, Window<5>, ThresholdGate<at_least>>{{}, {}, gate});
+    check_pool(Policy<Sink<2>, Window<5>, ThresholdGate<at_least>, SharedBudget<3>>{{}, {}, gate, {}});
+    check_pool(Policy<Sink<2>, Window<5>, ThresholdGate<at_least>, SharedBudget<3>, Decay<3>>{
+        {}, {}, gate, {}, Decay<3>{-0.1f}});
 }
 
 TEST_CASE("no call of an observed policy allocates") {

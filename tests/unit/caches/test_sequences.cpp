@@ -1,5 +1,6 @@
 // Sequences as a whole, in both kinds of caches: fork, reorder, snapshot and restore.
 #include <kvpolicy/policies/decay.hpp>
+#include <kvpolicy/policies/shared_budget.hpp>
 #include <kvpolicy/policies/sink.hpp>
 #include <kvpolicy/policies/threshold_gate.hpp>
 #include <kvpolicy/policies/topk_budget.hpp>
@@ -118,6 +119,7 @@ using Capped = Policy<Sink<1>, Window<4>, ThresholdGate<above>, TopKBudget<5>, D
 using Stateful = Policy<Sink<2>, Window<3>, TopKBudget<4>, RunningSum>;
 using Gated = Policy<Sink<2>, Window<4>, ThresholdGate<at_least>>;
 using Kept = Policy<Sink<1>, Window<4>, TopKBudget<3>, EveryFifth>;
+using Shared = Policy<Sink<1>, Window<4>, SharedBudget<7>, RunningSum>;
 
 Capped capped(float slope = -0.1f) {
     return Capped{{}, {}, ThresholdGate<above>{-0.5f}, {}, Decay<1>{slope}};
@@ -279,6 +281,7 @@ TEST_CASE("a fork goes on by itself") {
         check_forks<false>(Stateful{}, seed);
         check_forks<true>(Stateful{}, seed);
         check_forks<true>(Kept{}, seed);
+        check_forks<true>(Shared{}, seed);
     }
 }
 
@@ -312,6 +315,7 @@ TEST_CASE("reorder is a gather of all sequences at once") {
         check_reorders<true>(Gated{}, seed);
         check_reorders<false>(Stateful{}, seed);
         check_reorders<true>(Kept{}, seed);
+        check_reorders<true>(Shared{}, seed);
     }
 }
 
@@ -399,6 +403,7 @@ TEST_CASE("in the middle of a token a layer's rows are those that it has taken")
     check_middle_of_a_token<false>(Stateful{});
     check_middle_of_a_token<true>(Stateful{});
     check_middle_of_a_token<true>(Kept{});
+    check_middle_of_a_token<true>(Shared{});
 }
 
 TEST_CASE("a snapshot is of a whole token, or refused") {
@@ -489,6 +494,7 @@ TEST_CASE("snapshots go on where they were taken, in caches of either kind and o
     check_snapshots<false, true>(Stateful{});
     check_snapshots<true, false>(Stateful{});
     check_snapshots<true, true>(Kept{});
+    check_snapshots<true, true>(Shared{});
     check_snapshots<false, false>(Policy<Sink<1>, Window<3>>{});
 }
 
@@ -627,4 +633,7 @@ TEST_CASE("forged snapshots, checksum and all, never write where they must not")
     Bound<Kept, true> kept(ctx, Kept{});
     kept.feed(ctx, 0, 40, 1);
     forge(kept, 3);
+    Bound<Shared, true> shared(ctx, Shared{});
+    shared.feed(ctx, 0, 40, 1);
+    forge(shared, 4);
 }

@@ -45,7 +45,8 @@ void check_max_seq_len([[maybe_unused]] const Cache& cache, [[maybe_unused]] con
 
 /// Takes the pages that the batch's entries need for rows_after(entry, head) rows, entry by entry, and
 /// returns the batch of those that got theirs: the others have 0 tokens in it, and status_pool_exhausted in
-/// status[entry]. Without a status array exhaustion is refused, and nothing is taken.
+/// status[entry]. Where heads share a budget, pages go to the sequences' stashes (write_shared_heads).
+/// Without a status array exhaustion is refused, and nothing is taken.
 template <class Cache, class RowsAfter>
 Batch admit([[maybe_unused]] const Cache& cache, const Batch& batch, [[maybe_unused]] std::uint32_t* status,
             [[maybe_unused]] std::byte* memory, [[maybe_unused]] RowsAfter&& rows_after) {
@@ -60,8 +61,13 @@ Batch admit([[maybe_unused]] const Cache& cache, const Batch& batch, [[maybe_unu
                 continue;
             }
             std::int64_t mine = 0;
-            for (std::int32_t h = 0; h < cache.kv_heads; ++h) {
-                mine += cache.pages_missing(batch.seq(i), h, rows_after(i, h));
+            if constexpr (Cache::policy_type::shares_budget) {
+                mine = cache.shared_pages_missing(batch.seq(i),
+                                                  [&](std::int32_t h) { return rows_after(i, h); });
+            } else {
+                for (std::int32_t h = 0; h < cache.kv_heads; ++h) {
+                    mine += cache.pages_missing(batch.seq(i), h, rows_after(i, h));
+                }
             }
             needed += mine;
             if (mine > left) {
@@ -84,12 +90,58 @@ Batch admit([[maybe_unused]] const Cache& cache, const Batch& batch, [[maybe_unu
             status[i] |= status_pool_exhausted;
         }
         for (std::int32_t i = 0; i < batch.count; ++i) {
-            for (std::int32_t h = 0; tokens[i] != 0 && h < cache.kv_heads; ++h) {
-                cache.take_pages(batch.seq(i), h, rows_after(i, h));
+            if constexpr (Cache::policy_type::shares_budget) {
+                if (tokens[i] != 0) {
+                    cache.stash_pages(batch.seq(i),
+                                      cache.shared_pages_missing(
+                                          batch.seq(i), [&](std::int32_t h) { return rows_after(i, h); }));
+                }
+            } else {
+                for (std::int32_t h = 0; tokens[i] != 0 && h < cache.kv_heads; ++h) {
+                    cache.take_pages(batch.seq(i), h, rows_after(i, h));
+                }
             }
         }
         return {.count = batch.count, .seq_ids = batch.seq_ids, .q_len = tokens, .length = batch.length};
     }
+}
+
+/// Calls write(entry, head) for each head of the admitted entries of a layer whose heads share a budget,
+/// each with the pages that it needs for rows_after(entry, head) rows. Heads that give pages up come first,
+/// and those that need more get them. gives_pages(entry, head) is a bool of the caller's memory.
+template <class Cache, class RowsAfter, class GivesPages, class Write>
+void write_shared_heads(const host& ctx, const Cache& cache, const Batch& admitted,
+                        const RowsAfter& rows_after, const GivesPages& gives_pages, const Write& write) {
+    const auto each = [&](const auto& visit) {
+        for (std::int32_t i = 0; i < admitted.count; ++i) {
+            for (std::int32_t h = 0; admitted.tokens(i) != 0 && h < cache.kv_heads; ++h) {
+                visit(i, h, admitted.seq(i));
+            }
+        }
+    };
+    const auto write_all = [&](bool giving) {
+        for_each_head(ctx, cache.kv_heads, admitted, [&](std::int32_t i, std::int32_t h) {
+            if (gives_pages(i, h) == giving) {
+                write(i, h);
+            }
+        });
+    };
+    bool some_give = false;
+    each([&](std::int32_t i, std::int32_t h, std::int32_t seq) {
+        const std::int64_t needed = (rows_after(i, h) + cache.page_size - 1) / cache.page_size;
+        gives_pages(i, h) = needed < cache.held[cache.head_index(seq, h)];
+        some_give = some_give || gives_pages(i, h);
+    });
+    if (some_give) {
+        write_all(true);
+        each([&](std::int32_t i, std::int32_t h, std::int32_t seq) {
+            cache.release_pages(seq, h, rows_after(i, h));
+        });
+    }
+    each([&](std::int32_t i, std::int32_t h, std::int32_t seq) {
+        cache.take_pages(seq, h, rows_after(i, h));
+    });
+    write_all(false);
 }
 
 /// What an entry gets that was left alone: out 0, lse -inf.

@@ -41,9 +41,15 @@ template <class Cache>
 std::int64_t pages_lacking([[maybe_unused]] const Cache& cache, [[maybe_unused]] std::int32_t seq,
                            [[maybe_unused]] std::int32_t tokens) {
     if constexpr (Cache::pooled) {
+        const auto rows_of = [&](std::int32_t head) {
+            return cache.layout(head).used(cache.length[seq] + tokens,
+                                           cache.num_long_range[cache.head_index(seq, head)]);
+        };
+        if constexpr (Cache::policy_type::shares_budget) {
+            return tokens == 0 ? 0 : cache.shared_pages_missing(seq, rows_of);
+        }
         for (std::int32_t head = 0; tokens != 0 && head < cache.kv_heads; ++head) {
-            const std::int32_t rows = cache.layout(head).used(
-                cache.length[seq] + tokens, cache.num_long_range[cache.head_index(seq, head)]);
+            const std::int32_t rows = rows_of(head);
             if (const std::int64_t missing = cache.pages_missing(seq, head, rows); missing != 0) {
                 return missing;
             }

@@ -53,6 +53,7 @@ DualCache<P, T>::DualCache(const CacheShape& shape, const PoolShape& pool, const
     for (std::int32_t layer = 0; layer < filled.layers; ++layer) {
         std::int64_t table = 0, tiles = 0, max_rows = 0, max_budgeted_rows = 0;
         bool limited = false;
+        const std::int64_t shared_slots = this->shared_slots_of(layer);
         for (std::int32_t head = 0; head < filled.kv_heads; ++head) {
             const HeadParams& head_params = this->head_params_of(layer, head);
             const std::int64_t recent = std::int64_t{head_params.sinks} + head_params.window;
@@ -60,21 +61,19 @@ DualCache<P, T>::DualCache(const CacheShape& shape, const PoolShape& pool, const
                 recent <= most - filled.page_size,
                 [&] { return detail::text("sinks + window of layer ", layer, ", head ", head); }, recent,
                 [&] { return detail::text(most - filled.page_size, " at most, 2^31 - 1 less a page"); });
-            const std::int64_t rows = ref_type::capacity_of(head_params, pool.max_seq_len);
-            limited = limited || P::has_keep || P::grows || head_params.budget == unlimited ||
-                      rows < recent + head_params.budget;
+            const std::int64_t budget = detail::slots_of_head<P>(head_params, shared_slots);
+            const std::int64_t rows = ref_type::capacity_of(head_params, pool.max_seq_len, budget);
+            limited = limited || P::has_keep || P::grows || budget == unlimited || rows < recent + budget;
             table_offset_.push_back(table);
             table += (rows + filled.page_size - 1) / filled.page_size;
             tile_offset_.push_back(tiles);
             // Keys that a keep part holds stand between those that compete.
-            const std::int64_t top_k_slots = std::min<std::int64_t>(P::has_keep ? rows : head_params.budget,
-                                                                    std::max<std::int64_t>(rows - recent, 0));
-            tiles += head_params.budget == unlimited || head_params.budget == 0
-                         ? 0
-                         : detail::tiles_of_slots(static_cast<std::int32_t>(top_k_slots));
+            const std::int64_t top_k_slots =
+                std::min<std::int64_t>(P::has_keep ? rows : budget, std::max<std::int64_t>(rows - recent, 0));
+            const bool bounded = budget != unlimited && budget != 0;
+            tiles += bounded ? detail::tiles_of_slots(static_cast<std::int32_t>(top_k_slots)) : 0;
             max_rows = std::max(max_rows, rows);
-            max_budgeted_rows = std::max(
-                max_budgeted_rows, head_params.budget == unlimited || head_params.budget == 0 ? 0 : rows);
+            max_budgeted_rows = std::max(max_budgeted_rows, bounded ? rows : 0);
         }
         table_offset_.push_back(table);
         tile_offset_.push_back(tiles);
@@ -119,6 +118,14 @@ void DualCache<P, T>::plan() {
         plan.spare_v = memory.take(detail::product_of(spare, v_row));
         plan.spare_position = memory.take(detail::product_of(spare, sizeof(position_t)));
         plan.spare_score = memory.take(detail::product_of(spare, sizeof(float)));
+        if constexpr (P::shares_budget) {
+            plan.stash_capacity = pages_per_sequence(layer);
+            plan.shared_slots = shared_slots_of(layer);
+            plan.is_static = this->policy_.has_static_shared_order(layer, shape.kv_heads);
+            plan.stash =
+                memory.take(detail::product_of(max_sequences, plan.stash_capacity, sizeof(std::int32_t)));
+            plan.stashed = memory.take(max_sequences * sizeof(std::int32_t));
+        }
         plan.common = this->plan_layer(memory, layer);
         plan_.push_back(plan);
         this->bytes_.keys_and_values += spare * (k_row + v_row);
@@ -152,6 +159,9 @@ void DualCache<P, T>::bind(const host&, void* buffer, std::size_t buffer_bytes) 
     for (std::int32_t layer = 0; layer < this->shape_.layers; ++layer) {
         const ref_type cache = this->layer(layer);
         std::fill_n(cache.held, std::int64_t{cache.max_sequences} * cache.kv_heads, 0);
+        if constexpr (P::shares_budget) {
+            std::fill_n(cache.stashed, cache.max_sequences, 0);
+        }
         for (std::int32_t seq = 0; seq < cache.max_sequences; ++seq) {
             this->reset(cache, seq);
         }
@@ -283,16 +293,26 @@ std::int64_t DualCache<P, T>::reserve(const host&, const Batch& batch) {
             }
         }
     };
+    const auto missing_of = [&](const ref_type& cache, std::int32_t i, std::int32_t h) {
+        if constexpr (P::shares_budget) {  // of all heads, counted once
+            return h == 0 ? cache.shared_pages_ahead(all.seq(i), until(cache, i)) : 0;
+        } else {
+            return cache.pages_missing(all.seq(i), h, rows_after(cache, i, h));
+        }
+    };
     std::int64_t needed = 0;
-    for_each_head([&](const ref_type& cache, std::int32_t i, std::int32_t h) {
-        needed += cache.pages_missing(all.seq(i), h, rows_after(cache, i, h));
-    });
+    for_each_head(
+        [&](const ref_type& cache, std::int32_t i, std::int32_t h) { needed += missing_of(cache, i, h); });
     const std::int64_t missing = needed - free_pages();
     if (missing > 0) {
         return slabs_of(missing);
     }
     for_each_head([&](const ref_type& cache, std::int32_t i, std::int32_t h) {
-        cache.take_pages(all.seq(i), h, rows_after(cache, i, h));
+        if constexpr (P::shares_budget) {
+            cache.stash_pages(all.seq(i), missing_of(cache, i, h));
+        } else {
+            cache.take_pages(all.seq(i), h, rows_after(cache, i, h));
+        }
     });
     const ref_type any = this->layer(0);
     for (std::int32_t i = 0; i < all.count; ++i) {
@@ -333,6 +353,13 @@ DualRef<P, T> DualCache<P, T>::ref_of(std::int32_t layer) const {
                  this->template at<float>(plan.spare_score),
                  this->shape_.head_dim_qk,
                  this->shape_.head_dim_vo};
+    if constexpr (P::shares_budget) {
+        ref.shared_slots = plan.shared_slots;
+        ref.is_static = plan.is_static;
+        ref.stash = this->template at<std::int32_t>(plan.stash);
+        ref.stashed = this->template at<std::int32_t>(plan.stashed);
+        ref.stash_capacity = plan.stash_capacity;
+    }
     ref.max_slabs = pool_.max_slabs;
     ref.limited = limited_[static_cast<std::size_t>(layer)] != 0;
     ref.max_seq_len = pool_.max_seq_len;
@@ -347,6 +374,18 @@ void DualCache<P, T>::give_pages(const ref_type& cache, std::int32_t seq) const 
             cache.pool.give(cache.pages(seq, head)[--held]);
         }
     }
+    if constexpr (P::shares_budget) {
+        while (cache.stashed[seq] > 0) {
+            cache.pool.give(cache.stash_of(seq)[--cache.stashed[seq]]);
+        }
+    }
+}
+
+template <AnyPolicy P, Storage T>
+std::int64_t DualCache<P, T>::pages_per_sequence(std::int32_t layer) const requires P::shares_budget {
+    this->check_layer(layer);
+    return detail::shared_pages_at_most<P>(&this->head_params_of(layer, 0), this->shape_.kv_heads,
+                                           shared_slots_of(layer), this->shape_.page_size, pool_.max_seq_len);
 }
 
 template <AnyPolicy P, Storage T>

@@ -10,6 +10,7 @@
 #include <kvpolicy/caches/host/layer_call.hpp>
 #include <kvpolicy/caches/host/observed_step.hpp>
 #include <kvpolicy/caches/host/score_step.hpp>
+#include <kvpolicy/caches/host/shared_chunk.hpp>
 #include <kvpolicy/core/workspace.hpp>
 #include <kvpolicy/masks/top_k_set.hpp>
 #include <kvpolicy/scorers/host/scorer_input.hpp>
@@ -56,7 +57,7 @@ class chunk_decision {
           places_(plan.keepers, plan.top_k_slots, head_params_, cache.rebase_limit, base_, tokens) {}
 
     void run([[maybe_unused]] const float* given) {
-        counts_ = {-1, 0, 0, 0, cache_.num_long_range[rows_.index], base_, base_ + tokens_};
+        counts_ = {-1, 0, 0, 0, cache_.num_long_range[rows_.index], base_, base_ + tokens_, false};
         take_present();
         if constexpr (retains<P>) {
             score_tokens(given);
@@ -67,6 +68,8 @@ class chunk_decision {
                 const position_t u = base_ + j - head_params_.window;
                 if (u >= head_params_.sinks) {
                     leave(u, j);
+                } else if constexpr (P::shares_budget) {
+                    plan_.leaving[j] = {shared_leaver::evicted, 0.0f};
                 }
             }
         }
@@ -83,7 +86,7 @@ class chunk_decision {
             plan_.expiry[r] =
                 recent ? static_cast<expiry_t>(std::min<position_t>(t + head_params_.window - base_, never))
                        : never;
-            if (r >= rows_.layout.slot(0) && !rows_.keeps(t)) {
+            if (!P::shares_budget && r >= rows_.layout.slot(0) && !rows_.keeps(t)) {
                 places_.restore(t, rows_.score(r), r, r - rows_.layout.slot(0));
             }
         }
@@ -156,6 +159,13 @@ class chunk_decision {
             }
         } else {
             score = u < counts_.scored_from ? rows_.score(name) : plan_.score[u - counts_.scored_from];
+        }
+        if constexpr (P::shares_budget) {
+            plan_.leaving[j] = {num_protected                           ? shared_leaver::is_protected
+                                : cache_.gate.open(score, head_params_) ? shared_leaver::competes
+                                                                        : shared_leaver::evicted,
+                                score};
+            return;
         }
         if (!num_protected && (head_params_.budget == 0 || !cache_.gate.open(score, head_params_))) {
             return;
@@ -230,6 +240,13 @@ void accept_chunk(const Cache& cache, std::int32_t seq, std::int32_t head, std::
     };
     std::for_each_n(detail::top_k_set::entries(plan.keepers), counts.keepers, put);
     std::for_each_n(plan.promoted, counts.promoted, put);
+    if constexpr (P::shares_budget) {
+        // A key moves to lower slots only, so no row is overwritten before it is read.
+        for (std::int32_t slot = 0; slot < counts.num_long_range; ++slot) {
+            const shared_holder& one = plan.holders[slot];
+            put({0.0, one.position, one.score, one.key, slot});
+        }
+    }
     for (std::int32_t j = 0; j < tokens; ++j) {
         const position_t t = base + j;
         if (t < head_params.sinks || t > base + tokens - 1 - head_params.window) {
@@ -320,7 +337,7 @@ class chunk_pass {
           cache_(cache),
           longest_(longest),
           entry_bytes_(chunk_bytes(cache, longest)),
-          thread_bytes_(scorer_thread_bytes(cache)),
+          thread_bytes_(thread_bytes(cache)),
           scratch_(memory),
           memory_(memory + static_cast<std::size_t>(ctx.threads()) * thread_bytes_) {}
 
@@ -329,16 +346,25 @@ class chunk_pass {
     }
     static std::size_t bytes_without_attention(const host& ctx, const Cache& cache, std::int32_t count,
                                                std::int32_t tokens) {
-        return static_cast<std::size_t>(ctx.threads()) * scorer_thread_bytes(cache) +
+        return static_cast<std::size_t>(ctx.threads()) * thread_bytes(cache) +
                static_cast<std::size_t>(count) * chunk_bytes(cache, tokens);
     }
 
     chunk_plan plan(std::int32_t i, std::int32_t h) const {
         std::byte* at = memory_ + static_cast<std::size_t>(i) * entry_bytes_;
-        for (std::int32_t before = 0; before < h; ++before) {
-            at += plan_of(cache_, before, longest_, nullptr).bytes;
+        if constexpr (P::shares_budget) {
+            const std::int64_t* const used = used_of(i);
+            at += detail::aligned_size(static_cast<std::size_t>(cache_.kv_heads) * sizeof(std::int64_t));
+            for (std::int32_t before = 0; before < h; ++before) {
+                at += plan_of(cache_, before, longest_, nullptr, used[before]).bytes;
+            }
+            return plan_of(cache_, h, longest_, at, used[h]);
+        } else {
+            for (std::int32_t before = 0; before < h; ++before) {
+                at += plan_of(cache_, before, longest_, nullptr).bytes;
+            }
+            return plan_of(cache_, h, longest_, at);
         }
-        return plan_of(cache_, h, longest_, at);
     }
 
     template <class Visit>
@@ -350,6 +376,13 @@ class chunk_pass {
     /// source(i, h) says where the tokens of a head are.
     template <class Source>
     void decide(const Batch& batch, const Source& source, const StepOptions& options) const {
+        if constexpr (P::shares_budget) {
+            for (std::int32_t i = 0; i < batch.count; ++i) {
+                for (std::int32_t h = 0; h < cache_.kv_heads; ++h) {
+                    used_of(i)[h] = cache_.used(batch.seq(i), h);
+                }
+            }
+        }
         for_each_head(batch, [&](std::int32_t i, std::int32_t h, int thread) {
             const chunk_source<T> from = source(i, h);
             const chunk_plan mine = plan(i, h);
@@ -358,6 +391,17 @@ class chunk_pass {
                                      scratch_ + static_cast<std::size_t>(thread) * thread_bytes_)
                 .run(from.scores);
         });
+        if constexpr (P::shares_budget) {
+            ctx_.parallel_for(batch.count, [&](std::int64_t at, int thread) {
+                const auto i = static_cast<std::int32_t>(at);
+                if (batch.tokens(i) != 0) {
+                    shared_chunk<Cache>(
+                        cache_, batch.seq(i), batch.tokens(i), [&](std::int32_t h) { return plan(i, h); },
+                        scratch_ + static_cast<std::size_t>(thread) * thread_bytes_)
+                        .run();
+                }
+            });
+        }
         report_nan(batch, options);
     }
 
@@ -395,16 +439,37 @@ class chunk_pass {
 
     template <class Source>
     void accept(const Batch& batch, const Source& source) const {
-        for_each_head(batch, [&](std::int32_t i, std::int32_t h) {
+        const auto write = [&](std::int32_t i, std::int32_t h) {
             const chunk_source<T> from = source(i, h);
             accept_chunk(cache_, batch.seq(i), h, batch.tokens(i), from.k, from.v, i, plan(i, h));
             if (h == 0) {
                 cache_.num_draft[batch.seq(i)] = 0;
             }
-        });
+        };
+        if constexpr (P::shares_budget) {
+            write_shared_heads(
+                ctx_, cache_, batch, [&](std::int32_t i, std::int32_t h) { return rows_after(batch, i, h); },
+                [&](std::int32_t i, std::int32_t h) -> bool& { return plan(i, h).counts->gives_pages; },
+                write);
+        } else {
+            for_each_head(batch, write);
+        }
     }
 
   private:
+    /// Memory of a thread: scorers', and that of the decision of heads that share a budget.
+    static std::size_t thread_bytes(const Cache& cache) {
+        std::size_t bytes = scorer_thread_bytes(cache);
+        if constexpr (P::shares_budget) {
+            bytes = std::max(bytes, shared_chunk<Cache>::bytes(cache));
+        }
+        return bytes;
+    }
+    /// Rows in use of an entry's heads when the chunk came, [kv_heads].
+    [[nodiscard]] std::int64_t* used_of(std::int32_t i) const requires P::shares_budget {
+        return reinterpret_cast<std::int64_t*>(memory_ + static_cast<std::size_t>(i) * entry_bytes_);
+    }
+
     const host& ctx_;
     const Cache& cache_;
     std::int32_t longest_;
@@ -426,9 +491,8 @@ requires CacheRef<Ref<P, T>> std::size_t workspace_bytes(const host& ctx, const 
     if constexpr (P::observed) {
         return hb::observed_workspace_bytes(ctx, cache, count, tokens);
     } else {
-        const std::size_t heads = static_cast<std::size_t>(count) * static_cast<std::size_t>(cache.kv_heads);
         const std::size_t step_bytes =
-            heads * hb::step_task_bytes(cache) +
+            hb::step_tasks_bytes(cache, count) +
             std::max(static_cast<std::size_t>(ctx.threads()) * hb::scorer_thread_bytes(cache),
                      hb::decode_bytes(ctx, cache, count));
         const std::size_t chunk_bytes = hb::chunk_pass<Ref<P, T>>::bytes(ctx, cache, count, tokens);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <kvpolicy/caches/host/entries.hpp>
+#include <kvpolicy/caches/host/shared_step.hpp>
 #include <kvpolicy/core/workspace.hpp>
 #include <kvpolicy/scorers/host/scorer_input.hpp>
 
@@ -35,6 +36,16 @@ std::size_t step_task_bytes(const Cache& cache) {
     }
     return detail::aligned_size(sizeof(step_scores)) + state_bytes(cache) +
            detail::aligned_size(static_cast<std::size_t>(late) * sizeof(float));
+}
+
+/// Memory of all of them, and of the decisions of heads that share a budget.
+template <class Cache>
+std::size_t step_tasks_bytes(const Cache& cache, std::int32_t count) {
+    std::size_t each = static_cast<std::size_t>(cache.kv_heads) * step_task_bytes(cache);
+    if constexpr (Cache::policy_type::shares_budget) {
+        each += shared_step<Cache>::bytes(cache);
+    }
+    return static_cast<std::size_t>(count) * each;
 }
 
 template <class Cache>

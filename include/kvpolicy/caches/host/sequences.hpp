@@ -130,6 +130,11 @@ void swap_sequences(const Cache& cache, std::int32_t a, std::int32_t b) {
         std::swap_ranges(array + a * count, array + (a + 1) * count, array + b * count);
     });
     std::swap(cache.appended[a], cache.appended[b]);
+    if constexpr (Cache::policy_type::shares_budget) {
+        const std::int32_t most = std::max(cache.stashed[a], cache.stashed[b]);
+        std::swap_ranges(cache.stash_of(a), cache.stash_of(a) + most, cache.stash_of(b));
+        std::swap(cache.stashed[a], cache.stashed[b]);
+    }
 }
 
 /// Which sequences of a reorder inherit their source's entries themselves: per source one sequence, the
@@ -192,6 +197,11 @@ bool CacheOwner<Derived, P, T>::drop([[maybe_unused]] const std::int32_t* seq_id
                             visit(cache.pages(seq_ids[i], head)[page]);
                         }
                     }
+                    if constexpr (P::shares_budget) {
+                        for (std::int32_t page = 0; page < cache.stashed[seq_ids[i]]; ++page) {
+                            visit(cache.stash_of(seq_ids[i])[page]);
+                        }
+                    }
                 }
             }
         };
@@ -216,6 +226,9 @@ bool CacheOwner<Derived, P, T>::drop([[maybe_unused]] const std::int32_t* seq_id
             const auto cache = self().layer(layer);
             for (std::int32_t i = 0; i < count; ++i) {
                 std::fill_n(cache.held + cache.head_index(seq_ids[i], 0), cache.kv_heads, 0);
+                if constexpr (P::shares_budget) {
+                    cache.stashed[seq_ids[i]] = 0;
+                }
             }
         }
     }

@@ -146,10 +146,21 @@ inline bool row_may_hold(const HeadRows& layout, std::int32_t r, position_t t, p
     return t >= 0 && t < length && (t < layout.sinks || t >= window_begin) && layout.recent(t) == r;
 }
 
+/// The most keys of a head that may hold top-k slots, those of keep parts not counted.
+template <class Cache>
+std::int64_t max_competitors(const Cache& cache, std::int32_t head) {
+    if constexpr (Cache::policy_type::shares_budget) {
+        return cache.slots_of(head);
+    } else {
+        return cache.all_params[head].budget;
+    }
+}
+
 /// Reads past a layer, and says whether a cache of this policy can be in that state; adds up the pages that
 /// it takes.
 template <class Cache>
 bool read_past_layer(const Cache& cache, position_t length, blob_reader& blob, std::int64_t& pages) {
+    [[maybe_unused]] std::int64_t competitors = 0;  // of all heads
     for (std::int32_t head = 0; head < cache.kv_heads; ++head) {
         const HeadParams& head_params = cache.all_params[head];
         const HeadRows layout = cache.layout(head);
@@ -174,16 +185,22 @@ bool read_past_layer(const Cache& cache, position_t length, blob_reader& blob, s
             }
             num_protected += r >= layout.slot(0) && cache.keep.keeps(t) ? 1 : 0;
         }
-        if (!Cache::policy_type::grows && head_params.budget != unlimited &&
-            num_long_range - num_protected > head_params.budget) {
+        if (!Cache::policy_type::grows && max_competitors(cache, head) != unlimited &&
+            num_long_range - num_protected > max_competitors(cache, head)) {
             return false;
         }
+        competitors += num_long_range - num_protected;
         using T = typename Cache::value_type;
         if (!blob.template skip<T>(std::int64_t{used} *
                                    (std::int64_t{cache.head_dim_qk} + cache.head_dim_vo))) {
             return false;
         }
         pages += (used + cache.page_size - 1) / cache.page_size;
+    }
+    if constexpr (Cache::policy_type::shares_budget) {
+        if (competitors > cache.shared_slots) {
+            return false;
+        }
     }
     bool there = blob.template skip<float>(cache.kv_heads * cache.state_size);
     for_each_query_ring(cache, 0, length, [&](auto* queries, std::int64_t count) {

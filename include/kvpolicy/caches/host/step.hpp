@@ -10,6 +10,7 @@
 #include <kvpolicy/caches/host/layer_call.hpp>
 #include <kvpolicy/caches/host/observed_step.hpp>
 #include <kvpolicy/caches/host/score_step.hpp>
+#include <kvpolicy/caches/host/shared_step.hpp>
 #include <kvpolicy/core/workspace.hpp>
 
 #include <algorithm>
@@ -32,8 +33,7 @@ class scored_step {
                 rows_view<const T> v, std::byte* memory)
         : ctx_(ctx), cache_(cache), batch_(batch), k_(k), v_(v), memory_(memory) {}
     static std::size_t bytes(const host& ctx, const Cache& cache, std::int32_t count) {
-        return static_cast<std::size_t>(count) * static_cast<std::size_t>(cache.kv_heads) *
-                   step_task_bytes(cache) +
+        return step_tasks_bytes(cache, count) +
                static_cast<std::size_t>(ctx.threads()) * scorer_thread_bytes(cache);
     }
 
@@ -46,23 +46,30 @@ class scored_step {
                 report_nan(batch_, options);
             }
         }
-        const Batch admitted = admit(cache_, batch_, options.status, pages,
-                                     [&](std::int32_t i, std::int32_t h) { return rows_after(i, h); });
+        if constexpr (P::shares_budget) {
+            decide_shared();
+        }
+        const auto rows_of = [&](std::int32_t i, std::int32_t h) { return rows_after(i, h); };
+        const Batch admitted = admit(cache_, batch_, options.status, pages, rows_of);
         if constexpr (P::ranked) {
             if (options.status != nullptr) {  // an entry that is left alone has no score yet
                 report_nan(admitted, options);
             }
         }
-        for_each_head(ctx_, cache_.kv_heads, admitted,
-                      [&](std::int32_t i, std::int32_t h) { append(admitted.seq(i), i, h, q); });
+        const auto append_head = [&](std::int32_t i, std::int32_t h) { append(admitted.seq(i), i, h, q); };
+        if constexpr (P::shares_budget) {
+            write_shared_heads(
+                ctx_, cache_, admitted, rows_of,
+                [&](std::int32_t i, std::int32_t h) -> bool& { return shared(i).gives_pages(h); },
+                append_head);
+        } else {
+            for_each_head(ctx_, cache_.kv_heads, admitted, append_head);
+        }
         return admitted;
     }
 
     /// Memory behind the tasks' own.
-    [[nodiscard]] std::byte* rest() const {
-        return memory_ + static_cast<std::size_t>(batch_.count) * static_cast<std::size_t>(cache_.kv_heads) *
-                             task_bytes_;
-    }
+    [[nodiscard]] std::byte* rest() const { return memory_ + step_tasks_bytes(cache_, batch_.count); }
 
   private:
     /// Scores of the keys that arrive and leave.
@@ -73,6 +80,23 @@ class scored_step {
             const float* given = extras.scores ? extras.scores.head(i, h) : nullptr;
             score_step(ctx_.instructions(), cache_, batch_.seq(i), h, k_.row(i, h, 0), v_.row(i, h, 0), given,
                        task(i, h), scratch + static_cast<std::size_t>(thread) * thread_bytes);
+        });
+    }
+
+    /// Which pairs of an entry are admitted and evicted.
+    [[nodiscard]] shared_step<Cache> shared(std::int32_t i) const requires P::shares_budget {
+        std::byte* const steps = memory_ + static_cast<std::size_t>(batch_.count) *
+                                               static_cast<std::size_t>(cache_.kv_heads) * task_bytes_;
+        return {cache_, batch_.seq(i),
+                steps + static_cast<std::size_t>(i) * shared_step<Cache>::bytes(cache_)};
+    }
+    void decide_shared() const requires P::shares_budget {
+        for_each_head(ctx_, cache_.kv_heads, batch_,
+                      [&](std::int32_t i, std::int32_t h) { shared(i).look(h, task(i, h).found->leaving); });
+        ctx_.parallel_for(batch_.count, [&](std::int64_t i) {
+            if (const auto entry = static_cast<std::int32_t>(i); batch_.tokens(entry) != 0) {
+                shared(entry).decide();
+            }
         });
     }
 
@@ -90,6 +114,9 @@ class scored_step {
 
     /// Entries of a head after the step.
     [[nodiscard]] std::int32_t rows_after(std::int32_t i, std::int32_t h) const {
+        if constexpr (P::shares_budget) {
+            return shared(i).rows_after(h);
+        }
         const std::int32_t seq = batch_.seq(i);
         const head_state<Cache> rows(cache_, seq, h);
         bool grows = false;
@@ -119,7 +146,12 @@ class scored_step {
         }
         const position_t u = position - rows.head_params.window;
         std::int32_t promoted = -1;
-        if constexpr (retains<P>) {
+        [[maybe_unused]] const std::int32_t used_after = P::shares_budget ? rows_after(i, h) : 0;
+        if constexpr (P::shares_budget) {
+            shared(i).apply(h, scores.leaving, [&](std::int32_t row) {
+                refresh_bounds(cache_, rows.rows, row, row + 1, used_after);
+            });
+        } else if constexpr (retains<P>) {
             if (u >= rows.head_params.sinks) {
                 promoted = rows.leave(rows.layout.recent(u), scores.leaving, position);
             }
