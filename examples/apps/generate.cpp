@@ -73,7 +73,7 @@ constexpr std::pair<std::string_view, unsigned> policy_options[] = {
 void print_help() {
     fmt::print("{}", usage);
     for (const examples::NamedPolicy& policy : examples::generation_policies()) {
-        fmt::print("  {:<10} {}\n", policy.name, policy.summary);
+        fmt::print("  {:<12} {}\n", policy.name, policy.summary);
         std::vector<std::string_view> uses;
         for (const auto& [option, flag] : policy_options) {
             if ((policy.uses & flag) != 0) {
@@ -81,7 +81,7 @@ void print_help() {
             }
         }
         if (!uses.empty()) {
-            fmt::print("  {:<10} {}\n", "", fmt::join(uses, " "));
+            fmt::print("  {:<12} {}\n", "", fmt::join(uses, " "));
         }
     }
     const auto names = examples::device_policy_names();

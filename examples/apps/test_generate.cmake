@@ -102,7 +102,7 @@ function(refused sentence)
     endif()
 endfunction()
 
-set(names "dense, streaming, keynorm, kvpop, gates, random, stride, gated, capped")
+set(names "dense, streaming, keynorm, kvpop, kvpop-shared, gates, random, stride, gated, capped")
 refused("--policy: needs a value; see generate --help" --policy)
 refused("policy: \"oracle\" is not allowed; it must be one of ${names}" --policy oracle x)
 refused("policy: \" \" is not allowed; it must be one of ${names}" --policy " " x)
@@ -126,13 +126,13 @@ refused("--density: \"1.5\" is not allowed; it must be a number from 0 to 1" --p
 refused("--density: \"nan\" is not allowed; it must be a number from 0 to 1" --policy gated --density nan x)
 refused("--gamma: \"0\" is not allowed; it must be a number from 1e-06 to 1" --policy keynorm --gamma 0 x)
 refused("--density: the policy streaming does not use it; these do: stride, gated, capped" --density 0.5 x)
-refused("--budget: the policy dense does not use it; these do: streaming, keynorm, kvpop, random, capped"
-    --policy dense --budget 9 x)
-refused("--scorers: the policy keynorm does not use it; these do: kvpop, gates"
+refused("--budget: the policy dense does not use it; these do: streaming, keynorm, kvpop, kvpop-shared, \
+random, capped" --policy dense --budget 9 x)
+refused("--scorers: the policy keynorm does not use it; these do: kvpop, kvpop-shared, gates"
     --policy keynorm --scorers file x)
-foreach(policy IN ITEMS kvpop gates)
-    refused("--scorers: is missing; kvpop and gates need a file of trained scorers (docs/training/files.md)"
-        --policy ${policy} x)
+foreach(policy IN ITEMS kvpop kvpop-shared gates)
+    refused("--scorers: is missing; kvpop, kvpop-shared and gates need a file of trained scorers \
+(docs/training/files.md)" --policy ${policy} x)
 endforeach()
 foreach(option IN ITEMS rows weights)
     refused("--${option}: \"fp16\" is not allowed; it must be fp32 or bf16" --${option} fp16 x)
@@ -165,6 +165,13 @@ if(TRAIN_SCORER)
         endif()
         generate(text rows --policy kvpop --scorers ${scorers} --budget 96)
         expect("${rows} EQUAL 96")
+        # The entries of a layer are those of its heads' budgets, whichever head holds them.
+        generate(text rows --policy kvpop-shared --scorers ${scorers} --budget 96)
+        expect("${rows} EQUAL 96")
+        generate(text rows --policy kvpop-shared --scorers ${scorers} --budget 4096)
+        if(NOT text STREQUAL full)
+            message(FATAL_ERROR "kvpop-shared: writes \"${text}\", where a full cache writes \"${full}\"")
+        endif()
         refused("total budget: 67 is not allowed; it must be at least sinks + window = 68"
             --scorers ${scorers} --budget 67 x)
     endforeach()

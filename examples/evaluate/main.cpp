@@ -139,7 +139,8 @@ void check_scorers(const Options& o, std::span<const examples::TrainedScorers> t
         }
     }
     for (std::size_t i = 0; i < names.size(); ++i) {
-        const std::string own[] = {names[i], names[i] + "-gated", names[i] + "-matched"};
+        const std::string own[] = {names[i], names[i] + "-shared", names[i] + "-gated",
+                                   names[i] + "-matched"};
         if (std::ranges::none_of(chosen, [&](const EvaluatedPolicy* policy) {
                 return std::ranges::find(own, policy->name) != std::end(own);
             })) {

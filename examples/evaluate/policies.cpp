@@ -2,6 +2,7 @@
 
 #include <kvpolicy/h2o.hpp>
 #include <kvpolicy/policies/scorer_concept.hpp>
+#include <kvpolicy/policies/shared_budget.hpp>
 #include <kvpolicy/snapkv.hpp>
 #include <kvpolicy/tova.hpp>
 #include <kvpolicy/uniform.hpp>
@@ -80,6 +81,17 @@ Made snapkv_prompt(const Setting& setting) {
     return in_pages(setting, kvpolicy::snapkv_for_total(setting.choice.budget));
 }
 
+/// As many entries as the oracle's, of which the heads of a layer share those out of the window.
+Made shared_oracle(const Setting& setting) {
+    const examples::PolicyChoice& choice = setting.choice;
+    using Policy = kvpolicy::Policy<kvpolicy::Sink<>, kvpolicy::Window<>, kvpolicy::SharedBudget<>>;
+    Made made = in_pages(setting, Policy{kvpolicy::Sink<>{choice.sinks}, kvpolicy::Window<>{choice.window},
+                                         kvpolicy::SharedBudget<>{kvpolicy::budget_for_total(
+                                             choice.budget, choice.sinks, choice.window)}});
+    made->give_scores(setting.oracle, setting.max_seq_len);
+    return made;
+}
+
 /// WG-KV's rule on the oracle's scores: one threshold for all heads and layers, such that the rows are those
 /// of the budget on average at the end of the sequence. Heads whose keys are in demand keep more.
 Made gated_oracle(const Setting& setting) {
@@ -155,6 +167,8 @@ const EvaluatedPolicy table[] = {
     {"oracle-2", "oracle, beta 2", true, false, 2.0f, nullptr, oracle, device_oracle},
     {"oracle-4", "oracle, beta 4", true, false, 4.0f, nullptr, oracle, device_oracle},
     {"oracle-inf", "oracle, beta inf", true, false, infinity, nullptr, oracle, device_oracle},
+    {"shared-1", "shared, oracle, beta 1", true, false, 1.0f, nullptr, shared_oracle, {}},
+    {"shared-2", "shared, oracle, beta 2", true, false, 2.0f, nullptr, shared_oracle, {}},
     {"gated-2", "gated, oracle, beta 2", true, false, 2.0f, nullptr, gated_oracle, {}},
 };
 
@@ -218,6 +232,17 @@ std::vector<EvaluatedPolicy> all_policies(std::span<const examples::TrainedScore
         }
 #endif
         all.push_back({names[i], label, true, false, 0.0f, &trained, make(false), on_device});
+        all.push_back({names[i] + "-shared",
+                       label + ", shared",
+                       true,
+                       false,
+                       0.0f,
+                       nullptr,
+                       [&trained](const Setting& setting) {
+                           return examples::make_trained_shared(setting.ctx, setting.config, trained,
+                                                                setting.choice, setting.max_seq_len);
+                       },
+                       {}});
         if (trained.spec.kind == "mlp" && !trained.quantiles.empty()) {
             all.push_back({names[i] + "-gated",
                            label + ", gated",

@@ -178,7 +178,8 @@ const TrainedScorers& load(PolicySetting& setting) {
     const llama::Config& config = setting.model.config;
     if (options.scorers.empty()) {
         llama::fail(
-            "--scorers: is missing; kvpop and gates need a file of trained scorers (docs/training/files.md)");
+            "--scorers: is missing; kvpop, kvpop-shared and gates need a file of trained scorers "
+            "(docs/training/files.md)");
     }
     setting.scorers = load_scorers(options.scorers);
     check_fits(*setting.scorers, config, options.scorers);
@@ -204,6 +205,13 @@ std::unique_ptr<llama::KvAttention> kvpop(PolicySetting& setting) {
     const PolicyOptions& options = setting.options;
     return make_trained(setting.ctx, setting.model.config, load(setting, false),
                         {"", options.budget, options.sinks, options.window}, false, options.rows);
+}
+
+std::unique_ptr<llama::KvAttention> kvpop_shared(PolicySetting& setting) {
+    const PolicyOptions& options = setting.options;
+    return make_trained_shared(setting.ctx, setting.model.config, load(setting, false),
+                               {"", options.budget, options.sinks, options.window}, setting.max_seq_len,
+                               options.rows);
 }
 
 // ---- on a GPU ---------------------------------------------------------------------------------------------
@@ -252,6 +260,8 @@ constexpr NamedPolicy table[] = {
      uses_budget | uses_sinks | uses_window | uses_gamma, keynorm, device_keynorm},
     {"kvpop", "KVpop: of the keys out of the window, those that trained scorers rank highest",
      uses_budget | uses_sinks | uses_window | uses_scorers, kvpop, device_kvpop},
+    {"kvpop-shared", "the same with a budget that the heads of a layer share",
+     uses_budget | uses_sinks | uses_window | uses_scorers, kvpop_shared},
     {"gates", "SP-KV, WG-KV, LTE, DMS or StreamLLM+: what a file of trained gates says", uses_scorers, gates,
      device_gates},
     {"random", "the same budget, a uniform sample of the keys out of the window",

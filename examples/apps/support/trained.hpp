@@ -24,6 +24,14 @@ std::unique_ptr<llama::KvAttention> make_trained(const kvpolicy::host& ctx, cons
                                                  bool match_state = false,
                                                  llama::DType rows = llama::DType::bf16);
 
+/// The same with a budget that the heads of a layer share, choice.budget entries per head on average, in a
+/// DualCache for at most `max_seq_len` tokens.
+std::unique_ptr<llama::KvAttention> make_trained_shared(const kvpolicy::host& ctx,
+                                                        const llama::Config& config,
+                                                        const TrainedScorers& trained,
+                                                        const PolicyChoice& choice, std::int32_t max_seq_len,
+                                                        llama::DType rows = llama::DType::bf16);
+
 /// A file of gates (SP-KV, WG-KV, LTE, DMS) in a DualCache, or of StreamLLM+ in a FixedBudgetCache, with the
 /// file's sinks, window, threshold and cap, and rows of type `rows` (BF16 or F32). `trained` must outlive the
 /// attention; `max_seq_len` is the most tokens. Refuses what check_fits refuses.
