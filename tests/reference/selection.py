@@ -88,7 +88,8 @@ class Head:
         reach = self.c["pool"] // 2
         pooled = [mass[max(0, j - reach) : j + reach + 1].max() for j in range(len(held))]
         candidates = sorted((pooled[j], -t) for j, t in enumerate(held) if t in self.long)
-        drop = min(len(candidates), max(1, int(np.float64(share) * len(held))))
+        wanted = round(float(share) * 10**6) * len(held) // 10**6  # of the share as it was written
+        drop = min(len(candidates), max(1, wanted))
         lost = {-t for _, t in candidates[:drop]}
         self.long = [t for t in self.long if t not in lost]
         return drop

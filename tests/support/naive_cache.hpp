@@ -119,7 +119,9 @@ class NaiveHead {
             }
         }
         std::sort(candidates.begin(), candidates.end());
-        const auto share = static_cast<std::size_t>(static_cast<double>(part.share) * static_cast<double>(n));
+        // The share as the decimal number that it was written as, of up to six digits.
+        const auto share =
+            static_cast<std::size_t>(std::llround(static_cast<double>(part.share) * 1e6)) * n / 1000000;
         candidates.resize(std::min(candidates.size(), std::max<std::size_t>(1, share)));
         for (const auto& [score, position] : candidates) {
             rows.erase(std::find_if(rows.begin(), rows.end(),

@@ -1,5 +1,6 @@
 #include "generation_policies.hpp"
 
+#include <kvpolicy/core/share.hpp>
 #include <kvpolicy/kvpop.hpp>
 #include <kvpolicy/lte.hpp>
 #include <kvpolicy/streaming_llm.hpp>
@@ -90,7 +91,8 @@ void calibrate(PolicySetting& setting, bool strictly) {
 
     constexpr float infinity = std::numeric_limits<float>::infinity();
     const auto passing =
-        static_cast<std::size_t>(std::lround(setting.options.density * static_cast<double>(sample)));
+        static_cast<std::size_t>(kvpolicy::nearest_count_of_share(setting.options.density,
+                                                                  static_cast<std::int64_t>(sample)));
     setting.thresholds.clear();
     for (std::vector<float>& of_head : scores) {
         std::ranges::sort(of_head, std::greater{});

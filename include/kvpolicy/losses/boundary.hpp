@@ -36,9 +36,9 @@ struct BalanceWeights {
 };
 
 /// B.6: `count` query positions q >= s + w + k of each (sequence, head), drawn with replacement: a share
-/// `late` of them is the later of two uniform draws (density rising linearly), the rest uniform. The same
-/// seed, layer and shapes draw the same positions. A count of all valid positions or more, as by default,
-/// takes each of them once.
+/// `late` of them (nearest_count_of_share) is the later of two uniform draws (density rising linearly), the
+/// rest uniform. The same seed, layer and shapes draw the same positions. A count of all valid positions or
+/// more, as by default, takes each of them once.
 struct BoundarySampler {
     std::int32_t count = unlimited;  ///< 0 or more
     float late = 0.5f;               ///< 0 to 1

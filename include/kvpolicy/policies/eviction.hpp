@@ -2,6 +2,7 @@
 #pragma once
 
 #include <kvpolicy/core/error.hpp>
+#include <kvpolicy/core/share.hpp>
 #include <kvpolicy/policies/concept.hpp>
 
 #include <cstdint>
@@ -16,8 +17,9 @@ namespace kvpolicy {
 ///
 /// with h over the head's G query heads (or their mean), and neighbors in logical order among the keys that
 /// are held. Sinks, the window and keys that a keep part holds are exempt. A head of N rows drops floor(share
-/// N), at least one, and no more than are not exempt; of equal scores the newer key goes. A round is
-/// repeated, with the scores of what is left, until the budget holds or nothing can be dropped.
+/// N) (count_of_share: 7 of 10 for 0.7, although the float is less), at least one, and no more than are not
+/// exempt; of equal scores the newer key goes. A round is repeated, with the scores of what is left, until
+/// the budget holds or nothing can be dropped.
 ///
 /// The cache keeps the last `observing` queries of every head; DualCache::evict looks and drops, once a step.
 struct SnapKVEviction {

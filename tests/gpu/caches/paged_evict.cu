@@ -77,6 +77,34 @@ TEST_CASE("floats and 16-bit rows") {
     check_steps<fp16, 128>(1, 0.2f);
 }
 
+TEST_CASE("a share of a head's rows is the decimal number that was written") {
+    struct {
+        float share;
+        std::int32_t rows, dropped;
+    } constexpr cases[] = {{0.7f, 10, 7}, {0.9f, 10, 9}, {0.29f, 100, 29}, {0.57f, 100, 57}, {0.7f, 9, 6}};
+    for (const auto& one : cases) {
+        CAPTURE(one.share);
+        const Gated policy{Sink<>{0}, Window<>{1}, ThresholdGate<at_least>{-100.0f},
+                           SnapKVEviction{.average = one.rows - 1, .share = one.share, .observing = 8}};
+        BothDuals<Gated, double> both({.layers = 1,
+                                       .max_sequences = 1,
+                                       .query_heads = 1,
+                                       .kv_heads = 1,
+                                       .head_dim_qk = 8,
+                                       .head_dim_vo = 8,
+                                       .page_size = 16},
+                                      {.slab_pages = 12, .max_slabs = 1, .max_seq_len = 200}, policy, nullptr,
+                                      nullptr, {.sm_scale = 0.375f});
+        both.add_slab();
+        std::mt19937 generator(5);
+        both.call(Mode::prefill, {0}, {one.rows},
+                  CallTensors<double>(both.shape, 1, one.rows, Scores::random, generator));
+        both.same_rows("after the prompt");
+        CHECK(both.oracle.cache.usage(0, 0, 0).size() == one.rows - one.dropped);
+        CHECK(both.cache.usage(both.device, 0, 0, 0).size() == one.rows - one.dropped);
+    }
+}
+
 TEST_CASE("keys and queries that are no numbers") {
     // A query with a logit that is none counts for nothing; a NaN key makes all that see it such,
     // until it is dropped.

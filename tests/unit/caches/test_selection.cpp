@@ -481,3 +481,28 @@ TEST_CASE("dropping rows gives their pages back, and leaves what was reserved") 
     CHECK(cache.cache.free_pages() == 31);
     CHECK(evict(ctx, cache.cache, 0).rounds == 0);
 }
+
+TEST_CASE("a share of a head's rows is the decimal number that was written") {
+    struct {
+        float share;
+        std::int32_t rows, dropped;
+    } constexpr cases[] = {{0.7f, 10, 7}, {0.9f, 10, 9}, {0.29f, 100, 29}, {0.57f, 100, 57}, {0.7f, 9, 6}};
+    const host ctx{1};
+    for (const auto& one : cases) {
+        CAPTURE(one.share);
+        const CacheShape shape{
+            .query_heads = 1, .kv_heads = 1, .head_dim_qk = 8, .head_dim_vo = 8, .page_size = 2};
+        const All policy{Sink<>{0}, Window<>{1}, ThresholdGate<at_least>{-infinity},
+                         SnapKVEviction{.average = one.rows - 1, .share = one.share}, QuestPages<>{2, unlimited}};
+        test::BoundDual<All, float> cache(
+            ctx, shape, {.slab_pages = 60, .max_slabs = 1, .max_seq_len = one.rows}, policy);
+        cache.add_slab(ctx);
+        const Case sizes(
+            std::vector<std::int32_t>{0, 1, 0, 2, 0, 0, 0, 4, 1, 1, 1, 1, 8, one.rows, 1}.data(), one.share);
+        Tokens<float> in(sizes);
+        in.run<All>(ctx, cache.cache, 0, 0, one.rows, false);
+        const EvictionReport report = evict(ctx, cache.cache, 0);
+        CHECK(report.rounds == 1);
+        CHECK(report.dropped == one.dropped);
+    }
+}

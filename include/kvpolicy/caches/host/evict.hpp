@@ -5,6 +5,7 @@
 #include <kvpolicy/caches/dual.hpp>
 #include <kvpolicy/caches/host/attend_entries.hpp>
 #include <kvpolicy/caches/host/entries.hpp>
+#include <kvpolicy/core/share.hpp>
 #include <kvpolicy/core/workspace.hpp>
 
 #include <algorithm>
@@ -97,7 +98,7 @@ std::int32_t evict_lowest(isa set, const Cache& cache, std::int32_t seq, std::in
             memory.order[candidates++] = j;
         }
     }
-    const auto wanted = static_cast<std::int32_t>(static_cast<double>(head_params.share) * used);
+    const auto wanted = static_cast<std::int32_t>(count_of_share(head_params.share, used));
     const std::int32_t drop = std::min(candidates, std::max(1, wanted));
     if (drop == 0) {
         return 0;

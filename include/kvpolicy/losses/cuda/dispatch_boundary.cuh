@@ -3,6 +3,7 @@
 #pragma once
 
 #include <kvpolicy/core/cuda_config.cuh>
+#include <kvpolicy/core/share.hpp>
 #include <kvpolicy/cuda/check.cuh>
 #include <kvpolicy/cuda/launch.cuh>
 #include <kvpolicy/losses/boundary.hpp>
@@ -87,9 +88,8 @@ inline boundary_numbers boundary_numbers_of(const BoundaryLoss& loss, std::int32
     numbers.scale = static_cast<double>(loss.scale);
     numbers.balance = loss.balance.enabled;
     numbers.count = loss.sampler.count;
-    numbers.late =
-        std::llround(static_cast<double>(loss.sampler.late) * static_cast<double>(loss.sampler.count));
-    numbers.late_share = static_cast<double>(loss.sampler.late);
+    numbers.late = nearest_count_of_share(loss.sampler.late, loss.sampler.count);
+    numbers.late_share = loss.sampler.late;
     numbers.seed = loss.sampler.seed;
     numbers.layer = loss.layer;
     numbers.heads = heads_of_layer;

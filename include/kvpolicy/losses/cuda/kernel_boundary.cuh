@@ -7,6 +7,7 @@
 
 #include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/core/random.hpp>
+#include <kvpolicy/core/share.hpp>
 #include <kvpolicy/core/status.hpp>
 #include <kvpolicy/cuda/launch.cuh>
 #include <kvpolicy/cuda/primitives/block_reduce.cuh>
@@ -45,7 +46,7 @@ struct boundary_numbers {
     bool balance;
     std::int32_t count;  // of the sampler
     std::int64_t late;   // draws that are the later of two, of `count`
-    double late_share;   // of draws of a packed segment
+    float late_share;    // of draws of a packed segment
     std::uint64_t seed;
     std::int32_t layer;  // the first
     std::int32_t heads;  // of a layer
@@ -267,7 +268,7 @@ __global__ void __launch_bounds__(boundary_threads)
             of.b, last_begun(params.mask.segments, [&](std::int32_t s) { return firsts[s] <= i; }));
         first = firsts[segment.index];
         draws = firsts[segment.index + 1] - first;
-        late = llround(numbers.late_share * static_cast<double>(draws));
+        late = nearest_count_of_share(numbers.late_share, draws);
     }
     if (of.draws_all() || i - first >= draws) {
         return;

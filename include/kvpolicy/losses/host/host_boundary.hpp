@@ -4,6 +4,7 @@
 
 #include <kvpolicy/core/check.hpp>
 #include <kvpolicy/core/random.hpp>
+#include <kvpolicy/core/share.hpp>
 #include <kvpolicy/core/workspace.hpp>
 #include <kvpolicy/losses/boundary.hpp>
 #include <kvpolicy/losses/check.hpp>
@@ -84,7 +85,7 @@ std::int64_t draw_positions(const BoundarySampler& sampler, const HeadParams& he
         }
         // Shares are rounded up, so that no segment goes without.
         const std::int64_t count = (std::int64_t{sampler.count} * here + valid - 1) / valid;
-        const auto late = std::llround(static_cast<double>(sampler.late) * static_cast<double>(count));
+        const std::int64_t late = nearest_count_of_share(sampler.late, count);
         const auto choices = static_cast<std::uint32_t>(here);
         for (std::int64_t i = 0; i < count; ++i, index += 2) {
             std::uint32_t choice = random_below(choices, sampler.seed, stream, index);

@@ -8,6 +8,7 @@
 #include <kvpolicy/caches/cuda/paged/agent_largest_keys.cuh>
 #include <kvpolicy/caches/dual.hpp>
 #include <kvpolicy/core/cuda_config.cuh>
+#include <kvpolicy/core/share.hpp>
 #include <kvpolicy/cuda/primitives/warp.cuh>
 
 #include <cstdint>
@@ -43,7 +44,7 @@ __device__ std::int32_t mark_lowest(const evicted_head<P, T>& at, const evict_me
         keys[used - 1 - j] = candidate ? ~(bits + 1) : 0;
     }
     const std::int32_t candidates = block_total(sums, mine);
-    const auto share = static_cast<std::int32_t>(static_cast<double>(cache.eviction.share) * used);
+    const auto share = static_cast<std::int32_t>(count_of_share(cache.eviction.share, used));
     const std::int32_t wanted = share < 1 ? 1 : share, drop = candidates < wanted ? candidates : wanted;
     if (drop == 0) {
         return 0;
