@@ -90,9 +90,8 @@ void calibrate(PolicySetting& setting, bool strictly) {
         .forward(setting.prompt.first(sample), positions, observed, llama::Logits::none);
 
     constexpr float infinity = std::numeric_limits<float>::infinity();
-    const auto passing =
-        static_cast<std::size_t>(kvpolicy::nearest_count_of_share(setting.options.density,
-                                                                  static_cast<std::int64_t>(sample)));
+    const auto passing = static_cast<std::size_t>(
+        kvpolicy::nearest_count_of_share(setting.options.density, static_cast<std::int64_t>(sample)));
     setting.thresholds.clear();
     for (std::vector<float>& of_head : scores) {
         std::ranges::sort(of_head, std::greater{});

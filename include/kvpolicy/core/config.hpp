@@ -14,6 +14,10 @@
 #include <kvpolicy/needs_cpp20>
 #endif
 
+#if defined(__FINITE_MATH_ONLY__) && __FINITE_MATH_ONLY__ != 0
+#error "kvpolicy: -ffast-math and -ffinite-math-only lose NaN and infinity: add -fno-finite-math-only"
+#endif
+
 #if defined(__CUDACC__)
 #define KVPOLICY_HOST_DEVICE __host__ __device__
 #else

@@ -493,12 +493,13 @@ TEST_CASE("a share of a head's rows is the decimal number that was written") {
         const CacheShape shape{
             .query_heads = 1, .kv_heads = 1, .head_dim_qk = 8, .head_dim_vo = 8, .page_size = 2};
         const All policy{Sink<>{0}, Window<>{1}, ThresholdGate<at_least>{-infinity},
-                         SnapKVEviction{.average = one.rows - 1, .share = one.share}, QuestPages<>{2, unlimited}};
+                         SnapKVEviction{.average = one.rows - 1, .share = one.share},
+                         QuestPages<>{2, unlimited}};
         test::BoundDual<All, float> cache(
             ctx, shape, {.slab_pages = 60, .max_slabs = 1, .max_seq_len = one.rows}, policy);
         cache.add_slab(ctx);
-        const Case sizes(
-            std::vector<std::int32_t>{0, 1, 0, 2, 0, 0, 0, 4, 1, 1, 1, 1, 8, one.rows, 1}.data(), one.share);
+        const Case sizes(std::vector<std::int32_t>{0, 1, 0, 2, 0, 0, 0, 4, 1, 1, 1, 1, 8, one.rows, 1}.data(),
+                         one.share);
         Tokens<float> in(sizes);
         in.run<All>(ctx, cache.cache, 0, 0, one.rows, false);
         const EvictionReport report = evict(ctx, cache.cache, 0);
