@@ -1,6 +1,6 @@
-// All headers of the host backend. Under nvcc, the CUDA bodies that exist for them too. A program that uses
-// one system includes that system's header instead (kvpop.hpp, lte.hpp, spkv.hpp, wgkv.hpp, dms.hpp, h2o.hpp,
-// tova.hpp, snapkv.hpp, quest.hpp, streaming_llm.hpp, uniform.hpp).
+// All public headers but fmt.hpp, which needs the fmt library. Under nvcc, the CUDA declarations too. A
+// program that uses one system includes that system's header instead (kvpop.hpp, lte.hpp, spkv.hpp, wgkv.hpp,
+// dms.hpp, h2o.hpp, tova.hpp, snapkv.hpp, quest.hpp, streaming_llm.hpp, uniform.hpp).
 #pragma once
 
 #include <kvpolicy/attention/attend.hpp>
@@ -13,6 +13,8 @@
 #include <kvpolicy/dms.hpp>
 #include <kvpolicy/h2o.hpp>
 #include <kvpolicy/kvpop.hpp>
+#include <kvpolicy/losses/boundary.hpp>
+#include <kvpolicy/losses/distill.hpp>
 #include <kvpolicy/lte.hpp>
 #include <kvpolicy/masks/build.hpp>
 #include <kvpolicy/metrics/density.hpp>
@@ -21,6 +23,7 @@
 #include <kvpolicy/metrics/retention.hpp>
 #include <kvpolicy/policies/shared_budget.hpp>
 #include <kvpolicy/quest.hpp>
+#include <kvpolicy/scorers/backward.hpp>
 #include <kvpolicy/scorers/initialize.hpp>
 #include <kvpolicy/scorers/sequence.hpp>
 #include <kvpolicy/snapkv.hpp>

@@ -12,6 +12,7 @@ bodies     The one way up: a public header includes the body of its own folder (
            and cuda.cuh and cuda_scorers.cuh include dispatch_* and device_*.
 host_cuda  host/ does not include CUDA code, and CUDA code does not include host/.
 stems      A file name stands once in a folder of include/kvpolicy and the folders below it.
+umbrella   kvpolicy.hpp reaches every public header but those of NOT_IN_UMBRELLA.
 levels     The folders, with those joined that include each other, have at most LEVELS levels.
 """
 
@@ -35,6 +36,8 @@ ORDER = (
     ("root",),
 )
 RANK = {room: rank for rank, rooms in enumerate(ORDER) for room in rooms}
+# fmt.hpp needs a library; the others are read by CUDA code only.
+NOT_IN_UMBRELLA = ("fmt.hpp", "caches/top_k_slots.hpp", "core/cuda_error.hpp")
 BASE = re.compile(r"(core/)?(version|needs_cpp20)(\.hpp)?")
 INCLUDE = re.compile(r'[ \t]*#[ \t]*include[ \t]*[<"]kvpolicy/([^>"]+)[>"]')
 
@@ -251,7 +254,32 @@ def levels(tree):
     return findings
 
 
-CHECKS = {check.__name__: check for check in (arrows, bodies, host_cuda, stems, levels)}
+def umbrella(tree):
+    """A header that no program includes by itself is no public one: arguments' checks, and what only CUDA
+    code includes."""
+    texts = headers(tree)
+    below = collections.defaultdict(list)
+    for include in includes(texts):
+        if include.target.endswith(".hpp"):
+            below[include.source].append(include.target)
+    reached, left = set(), ["kvpolicy.hpp"]
+    while left:
+        name = left.pop()
+        if name not in reached:
+            reached.add(name)
+            left += below[name]
+    return [
+        f"include/kvpolicy/kvpolicy.hpp does not reach {name}"
+        for name in texts
+        if name.endswith(".hpp")
+        and name not in reached
+        and not is_body(name)
+        and not posixpath.basename(name).startswith("check_")
+        and name not in NOT_IN_UMBRELLA
+    ]
+
+
+CHECKS = {check.__name__: check for check in (arrows, bodies, host_cuda, stems, levels, umbrella)}
 
 
 def self_test():
@@ -273,6 +301,7 @@ def self_test():
             "losses/gates.hpp": "#include <kvpolicy/attention/attend.hpp>\nint gates();\n",
             "metrics/density.hpp": "#include <kvpolicy/core/types.hpp>\nint density();\n",
             "cuda.cuh": "#include <kvpolicy/attention/cuda/dispatch_attend.cuh>\n",
+            "kvpolicy.hpp": "#include <kvpolicy/losses/gates.hpp>\n#include <kvpolicy/metrics/density.hpp>\n",
         }
         texts.update({name.replace("__", "/").replace("_dot_", "."): text for name, text in changes.items()})
         return {f"include/kvpolicy/{name}": text for name, text in texts.items()}
@@ -301,6 +330,7 @@ def self_test():
     )
     fails("attention/cuda/attend.cuh", "#include <kvpolicy/core/types.hpp>\n", "stems")
     fails("core/types.hpp", "#include <kvpolicy/core/missing.hpp>\n", "arrows")
+    fails("losses/distill.hpp", "#include <kvpolicy/core/types.hpp>\n", "umbrella")
     chain = tree()
     for i in range(2, 12):
         chain[f"include/kvpolicy/attention/cuda/f{i}/g{i}.cuh"] = (
