@@ -17,6 +17,9 @@
 // half and half. Every KV head decides for itself. With G query heads per KV head, a key receives the mean of
 // their weights (the paper has G = 1).
 //
+// Without recent keys (r = 0) a new key competes with the weight of one query against sums over many: once
+// the budget is full, a head hardly takes a new key.
+//
 // The paper takes a prompt densely and prunes it then (ObservedPrefill::dense_then_prune, the default);
 // it can also be taken in chunks of c, which bounds the memory to B + c rows, or stepwise. The three
 // keep different keys.
@@ -43,7 +46,8 @@ constexpr std::int32_t window_after(std::int32_t recent) { return recent == dyna
 template <std::int32_t Heavy = dynamic, std::int32_t Recent = dynamic>
 using H2O = Policy<Window<detail::window_after(Recent)>, TopKBudget<Heavy>, AccumulatedMass>;
 
-/// H2O with B rows for heavy and recent keys. Refuses recent < 0 and total < recent.
+/// H2O with B rows for heavy and recent keys. With recent = 0 the kept keys hardly change once the budget is
+/// full. Refuses recent < 0 and total < recent.
 inline H2O<> h2o_for_total(std::int32_t total, std::int32_t recent, AccumulatedMass scorer = {}) {
     detail::require(recent >= 0 && recent < unlimited, "recent keys", recent,
                     "0 or more, and below 2^31 - 1");

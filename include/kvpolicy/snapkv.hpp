@@ -19,10 +19,10 @@
 // has G = 1; its code lets every query head keep keys of its own). Defaults are those of the authors' code:
 // w = 32, mean over 5.
 //
-// Decoded tokens stay, so use a DualCache: steps do not evict. A further prefill() is a new prompt: it prunes
-// all keys to B again, the window's last tokens apart. ObservedPrefill::in_chunks(c) prunes after every c
-// tokens, with the chunk's last w queries (all of a shorter chunk): then B + c rows are enough for any text
-// that comes by prefill.
+// Decoded tokens stay, so use a DualCache: steps do not evict. A further prefill() is a new prompt, one of a
+// single token too: it prunes all keys to B again, the window's last tokens apart. So decode with step().
+// ObservedPrefill::in_chunks(c) prunes after every c tokens, with the chunk's last w queries (all of a
+// shorter chunk): then B + c rows are enough for any text that comes by prefill.
 #pragma once
 
 #include <kvpolicy/attention/attend.hpp>

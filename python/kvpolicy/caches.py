@@ -342,7 +342,8 @@ class Cache:
     ):
         """Appends a chunk of n tokens per sequence and attends: the result of n steps, in one pass. A policy
         that ranks keys by received attention takes the chunk as blocks of a prompt (`prefill` of its scorer),
-        and keeps other keys than steps do.
+        and keeps other keys than steps do. SnapKV prunes at the end of every call, of one token too: decode
+        with step().
 
         q [B, Hq, n, Dk], k [B, Hkv, n, Dk], v [B, Hkv, n, Dv]; scores [B, Hkv, n] for a policy with ranks and
         no scorer; hidden [B, n, width] for a UtilityPredictor; seq_ids and q_len [B] int32. Returns out [B,

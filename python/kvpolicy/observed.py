@@ -1,6 +1,7 @@
 """Policies that observe attention: H2O, TOVA and SnapKV, the mass that keys receive, and the masks."""
 
 import dataclasses
+import warnings
 
 import torch
 
@@ -76,8 +77,14 @@ class WindowMass(ObservedScorer):
 
 def H2O(heavy, recent, **options):
     """The `heavy` keys with the most attention so far and the `recent` newest, besides the current token
-    (Zhang et al., 2023). Options are AccumulatedMass's."""
-    recent = [r + 1 for r in recent] if isinstance(recent, (list, tuple)) else recent + 1
+    (Zhang et al., 2023). Options are AccumulatedMass's. Warns of a head without recent keys: a new key then
+    competes with the attention of one query against sums over many, and is hardly ever kept."""
+    several = isinstance(recent, (list, tuple))
+    if 0 in (recent if several else (recent,)):
+        warnings.warn(
+            "H2O: recent is 0: once the budget is full, new keys are hardly ever kept", stacklevel=2
+        )
+    recent = [r + 1 for r in recent] if several else recent + 1
     return Policy(Window(recent), TopKBudget(heavy), AccumulatedMass(**options))
 
 

@@ -1,10 +1,11 @@
 """H2O, TOVA and SnapKV against a simulated cache, and the received mass against the formula."""
 
+import warnings
+
+import kvpolicy as kvp
 import pytest
 import reference
 import torch
-
-import kvpolicy as kvp
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 
@@ -67,6 +68,16 @@ def test_lengths(device):
     mask = kvp.build_observed_mask(kvp.TOVA(5), q, k, lengths=lengths)
     alone = kvp.build_observed_mask(kvp.TOVA(5), *(x[1:, :, :15].contiguous() for x in (q, k)))
     assert torch.equal(mask.expiry[1:, :, :15], alone.expiry) and (mask.expiry[1, :, 15:] == -1).all()
+
+
+def test_heavy_hitters_without_recent_keys_warn():
+    for recent in (0, [4, 0]):
+        with pytest.warns(UserWarning, match="H2O: recent is 0"):
+            kvp.H2O(4, recent)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        kvp.H2O(4, 1)
+        kvp.H2O(0, [1, 2])
 
 
 def test_refusals():

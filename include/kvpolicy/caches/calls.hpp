@@ -81,7 +81,8 @@ void step(const host& ctx, const Ref<P, T>& cache, const step_io<T>& io, workspa
 ///
 /// A policy that ranks keys by the attention they receive takes the chunk as blocks of a prompt
 /// (ObservedPrefill): eviction runs between blocks, so blocks of more than one token keep other keys than
-/// steps do.
+/// steps do. A policy whose steps do not evict (SnapKV) prunes at the end of every call, of one token too:
+/// decode with step(), which keeps decoded tokens.
 template <class Dims = all_head_dims, class P, Storage T, template <class, class> class Ref>
 requires CacheRef<Ref<P, T>>
 void prefill(const host& ctx, const Ref<P, T>& cache, const step_io<T>& io, workspace_view workspace,

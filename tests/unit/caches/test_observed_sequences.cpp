@@ -67,6 +67,22 @@ TEST_CASE("rows: the budget and one, the budget, and what is decoded") {
     CHECK(snap.sorted(0, 0, 1)[8] == 56);
 }
 
+TEST_CASE("SnapKV decodes by steps: a prompt of one token prunes") {
+    const host ctx{1};
+    const BaselineCase one = random_case(5, 2, 1, 60);
+    test::BoundDual<SnapKV<>, float> steps(ctx, shape_of(one), pool, snapkv_for_total(24, 4)),
+        prompts(ctx, shape_of(one), pool, snapkv_for_total(24, 4));
+    for (auto* const bound : {&steps, &prompts}) {
+        feed<SnapKV<>>(ctx, one, *bound, 0, 0, 30, false);
+        REQUIRE(bound->cache.usage(0, 0, 0).size() == 24);
+        for (std::int32_t t = 30; t < 60; ++t) {
+            feed<SnapKV<>>(ctx, one, *bound, 0, t, t + 1, bound == &steps);
+        }
+    }
+    CHECK(steps.cache.usage(0, 0, 0).size() == 54);
+    CHECK(prompts.cache.usage(0, 0, 0).size() == 24);
+}
+
 TEST_CASE("max_sequences of one call are as if alone, and others are untouched") {
     const host ctx{2};
     const std::int32_t seq_ids[] = {2, 0}, q_len[] = {9, 23};
