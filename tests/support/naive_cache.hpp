@@ -63,6 +63,7 @@ class NaiveHead {
 
     kvpolicy::HeadParams head_params;
     std::function<bool(float)> open = [](float) { return true; };
+    std::function<bool(kvpolicy::position_t)> keeps = [](kvpolicy::position_t) { return false; };
     kvpolicy::position_t rebase_limit = kvpolicy::rebase_limit;
     kvpolicy::position_t length = 0;
     std::vector<Row> rows;
@@ -74,8 +75,7 @@ class NaiveHead {
         queries[static_cast<std::size_t>(g)].push_back(std::move(query));
     }
 
-    /// A round of SnapKV's rule (policies/eviction.hpp), for a policy without keep parts; returns how many
-    /// rows were dropped.
+    /// A round of SnapKV's rule (policies/eviction.hpp); returns how many rows were dropped.
     std::int64_t evict(const kvpolicy::SnapKVEviction& part, double scale) {
         std::sort(rows.begin(), rows.end(),
                   [](const Row& a, const Row& b) { return a.position < b.position; });
@@ -114,8 +114,9 @@ class NaiveHead {
                  ++i) {
                 pooled = std::max(pooled, mass[static_cast<std::size_t>(i)]);
             }
-            if (rows[static_cast<std::size_t>(j)].long_range) {
-                candidates.emplace_back(pooled, -rows[static_cast<std::size_t>(j)].position);
+            const Row& row = rows[static_cast<std::size_t>(j)];
+            if (row.long_range && !keeps(row.position)) {
+                candidates.emplace_back(pooled, -row.position);
             }
         }
         std::sort(candidates.begin(), candidates.end());
@@ -192,6 +193,10 @@ class NaiveHead {
                const std::function<float(kvpolicy::position_t)>& score_of) {
         const iterator leaver =
             std::find_if(rows.begin(), rows.end(), [&](const Row& r) { return r.position == u; });
+        if (keeps(u)) {
+            leaver->long_range = true;
+            return;
+        }
         const float score = score_of(u);
         if (head_params.budget == 0 || !open(score)) {
             rows.erase(leaver);
@@ -203,7 +208,7 @@ class NaiveHead {
         std::int32_t kept = 0;
         iterator worst = leaver;
         for (iterator row = rows.begin(); row != rows.end(); ++row) {
-            if (!row->long_range) {
+            if (!row->long_range || keeps(row->position)) {
                 continue;
             }
             ++kept;

@@ -155,8 +155,8 @@ struct DualRef : LayerRef<P, T>, detail::SharedSlots<P> {
             return detail::slots_of_head<P>(this->all_params[head], 0);
         }
     }
-    /// The rows that may expire while a chunk runs: sinks and ring, and the top-k entries of a head with a
-    /// budget.
+    /// The rows that may expire while a chunk of a policy that is not observed runs: sinks and ring, and the
+    /// top-k entries of a head with a budget. Rows beyond are appended, and none of them is replaced.
     KVPOLICY_HOST_DEVICE constexpr std::int64_t expirable_entries(std::int32_t head) const {
         const HeadParams& head_params = this->all_params[head];
         const std::int64_t recent = std::int64_t{head_params.sinks} + head_params.window;
@@ -164,6 +164,25 @@ struct DualRef : LayerRef<P, T>, detail::SharedSlots<P> {
         const std::int64_t expirable =
             top_k_slots == unlimited || top_k_slots == 0 || capacity(head) < recent ? recent : capacity(head);
         return expirable < max_seq_len ? expirable : max_seq_len;  // a window may be longer than any sequence
+    }
+    /// The first row that no call writes again once a token has it; at or beyond the last row where all are
+    /// written again. Several sequences may name a full page of such rows (fork). By part:
+    ///   - sinks and window: a row of the ring is written again after w tokens;
+    ///   - a budget k > 0, beside keep parts or not: the row of an evicted key is written again;
+    ///   - a budget of 0: without keep parts there are no top-k rows; kept keys are appended and stay;
+    ///   - an unlimited budget: keys are appended and stay, and so do kept keys;
+    ///   - an observed policy, of any budget: scores of rows change with a query, and a block of a prompt
+    ///     prunes keys that steps appended;
+    ///   - an eviction part: evict() closes gaps in place.
+    /// A scorer writes scores of the ring alone; a selection's bounds of a page change only with its rows.
+    KVPOLICY_HOST_DEVICE constexpr std::int64_t shareable_from(std::int32_t head) const {
+        return P::observed || P::has_eviction ? max_seq_len : expirable_entries(head);
+    }
+    /// Whether another sequence may name a page of a head with `used` rows, too.
+    KVPOLICY_HOST_DEVICE constexpr bool is_shareable(std::int32_t head, std::int64_t used,
+                                                     std::int64_t page) const {
+        const std::int64_t first = page * this->page_size;
+        return first >= shareable_from(head) && first + this->page_size <= used;
     }
     KVPOLICY_HOST_DEVICE constexpr std::int64_t page_id(std::int64_t seq, std::int32_t head,
                                                         std::int64_t page) const {

@@ -128,6 +128,27 @@ TEST_CASE("max_sequences of one call are as if alone, and others are untouched")
     check(snapkv_for_total(8, 4));
 }
 
+TEST_CASE("a fork of heads whose entries grow shares none that a later prompt writes again") {
+    const host ctx{1};
+    const BaselineCase one = random_case(11, 2, 2, 40);
+    CacheShape shape = shape_of(one, 2);
+    shape.page_size = 2;
+    const std::int32_t budgets[] = {0, 6};
+    test::BoundDual<SnapKV<>, float> bound(
+        ctx, shape, pool, SnapKV<>{Window<>{4}, TopKBudget<>{per_head(budgets, 1, 2)}, WindowMass{}});
+    feed<SnapKV<>>(ctx, one, bound, 0, 0, 8, false);
+    feed<SnapKV<>>(ctx, one, bound, 0, 8, 16, true);
+    for (std::int32_t slab = 0; slab < 10; ++slab) {
+        bound.add_slab(ctx);
+    }
+    bound.cache.fork(ctx, 0, 1);
+    const auto before = content(bound, 0);
+    REQUIRE(content(bound, 1) == before);
+    feed<SnapKV<>>(ctx, one, bound, 1, 16, 24, false);
+    feed<SnapKV<>>(ctx, one, bound, 1, 24, 32, true);
+    CHECK(content(bound, 0) == before);
+}
+
 TEST_CASE("fork, snapshot and restore go on alike") {
     const host ctx{1};
     const BaselineCase one = random_case(9, 2, 2, 60);

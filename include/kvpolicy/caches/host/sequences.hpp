@@ -14,16 +14,6 @@ namespace kvpolicy {
 
 namespace host_backend {
 
-/// Pages of a head that another sequence may name too: full, and of rows that are never written again.
-template <class Cache>
-bool shareable(const Cache& cache, std::int32_t seq, std::int32_t head, std::int64_t page) {
-    if (Cache::policy_type::has_eviction || Cache::policy_type::observed) {
-        return false;  // gaps are closed in place; scores change with every query
-    }
-    const std::int64_t first = page * cache.page_size;
-    return first >= cache.expirable_entries(head) && first + cache.page_size <= cache.used(seq, head);
-}
-
 /// Pages that a copy of a sequence of one layer takes from the pool.
 template <class Cache>
 std::int64_t pages_of_copy([[maybe_unused]] const Cache& cache, [[maybe_unused]] std::int32_t seq) {
@@ -31,7 +21,7 @@ std::int64_t pages_of_copy([[maybe_unused]] const Cache& cache, [[maybe_unused]]
     if constexpr (Cache::pooled) {
         for (std::int32_t head = 0; head < cache.kv_heads; ++head) {
             for (std::int64_t page = 0; page * cache.page_size < cache.used(seq, head); ++page) {
-                pages += shareable(cache, seq, head, page) ? 0 : 1;
+                pages += cache.is_shareable(head, cache.used(seq, head), page) ? 0 : 1;
             }
         }
     }
@@ -76,7 +66,7 @@ void copy_sequence(const Cache& cache, std::int32_t from, std::int32_t to) {
         if constexpr (Cache::pooled) {
             std::int32_t& held = cache.held[cache.head_index(to, head)];
             for (std::int64_t page = 0; page * cache.page_size < used; ++page) {
-                if (shareable(cache, from, head, page)) {
+                if (cache.is_shareable(head, used, page)) {
                     const std::int32_t id = cache.pages(from, head)[page];
                     cache.pool.share(id);
                     cache.pages(to, head)[held++] = id;

@@ -73,22 +73,12 @@ __device__ std::int32_t rows_of_copy(const Ref& cache, std::int32_t head, std::i
                                    cache.num_long_range[cache.head_index(to, head)]);
 }
 
-/// Whether another sequence may name a page of a head with `used` rows too: full, and of rows that are never
-/// written again.
-template <class Ref>
-__device__ bool page_is_shareable(const Ref& cache, std::int32_t head, std::int32_t used, std::int32_t page) {
-    if (Ref::policy_type::has_eviction || Ref::policy_type::observed) {
-        return false;  // gaps are closed in place; scores change with every query
-    }
-    const std::int64_t first = std::int64_t{page} * cache.page_size;
-    return first >= cache.expirable_entries(head) && first + cache.page_size <= used;
-}
 /// Pages of a head that a copy takes from the pool.
 template <class Ref>
 __device__ std::int32_t pages_of_copy(const Ref& cache, std::int32_t head, std::int32_t used) {
     std::int32_t pages = 0;
     for (std::int32_t page = 0; page * std::int64_t{cache.page_size} < used; ++page) {
-        pages += page_is_shareable(cache, head, used, page) ? 0 : 1;
+        pages += cache.is_shareable(head, used, page) ? 0 : 1;
     }
     return pages;
 }
@@ -297,7 +287,7 @@ __global__ void __launch_bounds__(admit_threads)
             std::int32_t* const of_copy = cache.pages(to, head);
             std::int32_t page = 0, next = free - 1 - before;
             for (; page * std::int64_t{cache.page_size} < used; ++page) {
-                if (page_is_shareable(cache, head, used, page)) {
+                if (cache.is_shareable(head, used, page)) {
                     of_copy[page] = of_source[page];
                     atomicAdd(any.pool.names + of_source[page], 1);
                 } else {
@@ -371,7 +361,7 @@ __global__ void __launch_bounds__(sequence_threads)
         const std::int32_t used = rows_of_copy(cache, head, all.source[i], to);
         const auto rows = cache.head_rows(from, head), copy = cache.head_rows(to, head);
         for (std::int32_t r = piece * warps + warp_id(); r < used; r += pieces * warps) {
-            if (page_is_shareable(cache, head, used, r / cache.page_size)) {
+            if (cache.is_shareable(head, used, r / cache.page_size)) {
                 continue;
             }
             copy_row<T>(rows.k(r), copy.k(r), cache.head_dim_qk);
@@ -384,7 +374,7 @@ __global__ void __launch_bounds__(sequence_threads)
         if constexpr (P::has_selection) {  // of rows that stand in both: a page of the cache has whole ones
             const std::int32_t size = rows.bound_rows;
             for (std::int32_t page = piece * warps + warp_id(); page * size < used; page += pieces * warps) {
-                if (!page_is_shareable(cache, head, used, page * size / cache.page_size)) {
+                if (!cache.is_shareable(head, used, page * size / cache.page_size)) {
                     copy_row<T>(rows.bounds(page), copy.bounds(page), 2 * cache.head_dim_qk);
                 }
             }
