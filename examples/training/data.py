@@ -12,38 +12,33 @@ import torch
 LINE, KEY, DIGITS = 9, 4, 4  # "@AB:1234\n": the first digit is at KEY
 KEYS = 26 * 26
 ANSWER_WEIGHT = 10.0
+BYTES = 8  # of text that a tokenizer is given per token: twice what it needs for most texts
 
 
 class Text(torch.utils.data.Dataset):
     """Samples of `tokens` tokens, cut from a text at random places.
 
     text       bytes
-    tokenizer  of transformers; None for a model whose tokens are bytes
+    tokenizer  of transformers, which works on a sample when it is read; None for a model whose tokens are
+               bytes
     name       of the text, for its errors
-    pairs      retrieval queries woven into each sample of bytes: lines "@AB:1234" in its first 60%, and the
-               same lines in random order in its last quarter
+    pairs      retrieval queries woven into each sample: lines "@AB:1234" in its first 60%, and the same lines
+               in random order in its last quarter, at random places between tokens
 
     A sample is (tokens [tokens] int64, weights [tokens] float32): weights[t] is what token t counts in the
-    loss; the digits of a repeated line count ANSWER_WEIGHT, those of its first appearance 0."""
+    loss; the digits of a repeated line count ANSWER_WEIGHT, the tokens of its first appearance 0."""
 
     def __init__(self, text, tokens, *, tokenizer=None, pairs=0, seed=1, samples=1 << 40, name="a text"):
-        if pairs and tokenizer is not None:
-            raise ValueError(f"pairs: {pairs} is not allowed with a tokenizer; it must be 0")
         if 4 * pairs * LINE > tokens:
             raise ValueError(
                 f"pairs: {pairs} is not allowed; {tokens} tokens hold at most {tokens // (4 * LINE)}"
             )
-        if tokenizer is None:
-            empty = torch.empty(0, dtype=torch.uint8)
-            self.ids = torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else empty
-        else:
-            ids = tokenizer(text.decode(errors="replace"), add_special_tokens=False)["input_ids"]
-            self.ids = torch.tensor(ids, dtype=torch.int32)
-        if len(self.ids) < tokens:
-            raise ValueError(
-                f"text: {name} of {len(self.ids)} tokens is not allowed; it must have {tokens}, one sample's"
-            )
+        empty = torch.empty(0, dtype=torch.uint8)
+        self.ids = torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else empty  # bytes
+        self.tokenizer, self.name = tokenizer, name
         self.tokens, self.pairs, self.seed, self.samples = tokens, pairs, seed, samples
+        if len(text) < (1 if tokenizer is None else BYTES) * tokens:
+            self._check_length(len(self._encode(self.ids)))
 
     def fingerprint(self):
         """A hash of the text, by which a checkpoint knows it."""
@@ -63,28 +58,69 @@ class Text(torch.utils.data.Dataset):
     def __getitem__(self, index):
         draw = random.Random(f"{self.seed} {index}")
         weights = torch.ones(self.tokens)
-        body = self.tokens - 2 * self.pairs * LINE
-        at = draw.randrange(len(self.ids) - body + 1)
-        ids = self.ids[at : at + body].long()
-        return (_woven(ids, self.pairs, draw, weights) if self.pairs else ids), weights
+        least = LINE if self.tokenizer is None else 1  # tokens of a line
+        ids = self._cut(self.tokens - 2 * self.pairs * least, draw)
+        return (_woven(ids, self.pairs, self.tokenizer, draw, weights) if self.pairs else ids), weights
+
+    def _cut(self, count, draw):
+        """`count` tokens from a random place of the text on."""
+        size = count if self.tokenizer is None else BYTES * count
+        at = draw.randrange(max(1, len(self.ids) - size + 1))
+        ids = self._encode(self.ids[at : at + size])
+        while len(ids) < count:  # of a text with few tokens, such as rows of spaces
+            self._check_length(len(ids), at == 0 and size >= len(self.ids))
+            size *= 2
+            at = max(0, min(at, len(self.ids) - size))
+            ids = self._encode(self.ids[at : at + size])
+        return ids[:count]
+
+    def _encode(self, part):
+        """The tokens of bytes [n] uint8, int64."""
+        if self.tokenizer is None:
+            return part.long()
+        text = bytes(part.numpy()).decode(errors="replace")
+        return torch.tensor(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+    def _check_length(self, found, whole=True):
+        if whole and found < self.tokens:
+            raise ValueError(
+                f"text: {self.name} of {found} tokens is not allowed; it must have {self.tokens}, one "
+                "sample's"
+            )
 
 
-def _woven(ids, pairs, draw, weights):
-    """Text with the lines of retrieval queries; writes their weights."""
+def _woven(ids, pairs, tokenizer, draw, weights):
+    """The first tokens of a text with the lines of retrieval queries among them; writes their weights."""
     length = len(weights)
     keys = draw.sample(range(KEYS), pairs)
-    lines = [b"@%c%c:%04d\n" % (65 + key // 26, 65 + key % 26, draw.randrange(10**DIGITS)) for key in keys]
-    early = sorted(draw.randrange(int(0.6 * length) - pairs * LINE) for _ in lines)
-    late = sorted(draw.randrange(int(0.75 * length) - pairs * LINE, len(ids) + 1) for _ in lines)
+    names = [chr(65 + key // 26) + chr(65 + key % 26) for key in keys]
+    lines = [f"@{name}:{draw.randrange(10**DIGITS):04d}\n" for name in names]
+    lines = _lines_of(lines, tokenizer)
+    in_lines = sum(len(line) for line, _ in lines)
+    ids = ids[: length - 2 * in_lines]
+    early = sorted(draw.randrange(int(0.6 * length) - in_lines) for _ in lines)
+    late = sorted(draw.randrange(int(0.75 * length) - in_lines, len(ids) + 1) for _ in lines)
     parts, used, at = [], 0, 0
-    for number, (place, line) in enumerate(zip(early + late, lines + draw.sample(lines, pairs))):
-        parts += [ids[used:place], torch.tensor(list(line))]
+    for number, (place, (line, digits)) in enumerate(zip(early + late, lines + draw.sample(lines, pairs))):
+        parts += [ids[used:place], line]
         at += place - used
-        asked = number >= pairs
-        weights[at : at + LINE] = 0.0 if not asked else 1.0
-        weights[at + KEY : at + KEY + DIGITS] = ANSWER_WEIGHT if asked else 0.0
-        at, used = at + LINE, place
+        asked = torch.where(digits, ANSWER_WEIGHT, 1.0)
+        weights[at : at + len(line)] = asked if number >= pairs else 0.0
+        at, used = at + len(line), place
     return torch.cat((*parts, ids[used:]))
+
+
+def _lines_of(lines, tokenizer):
+    """(tokens int64, which of them are digits of the value bool) of each line."""
+    if tokenizer is None:
+        ids = [list(line.encode()) for line in lines]
+        ends = [range(1, LINE + 1)] * len(lines)
+    else:
+        found = tokenizer(lines, add_special_tokens=False, return_offsets_mapping=True)
+        ids = found["input_ids"]
+        ends = [[end for _, end in offsets] for offsets in found["offset_mapping"]]
+    value = range(KEY + 1, KEY + DIGITS + 1)
+    return [(torch.tensor(one), torch.tensor([end in value for end in last])) for one, last in zip(ids, ends)]
 
 
 class Recall(torch.utils.data.Dataset):

@@ -45,7 +45,7 @@ def parser_of(method):
     add("--kv-heads", type=int, default=2, help="of a model from scratch")
     add("--text", default=None, help="a text, or build/corpus/corpus.tar.xz of tools/make_corpus")
     add("--task", choices=("recall", "palindrome"), help="a generated task in place of a text")
-    add("--pairs", type=int, default=None, help="retrieval queries per sample of bytes, or pairs of recall")
+    add("--pairs", type=int, default=None, help="retrieval queries per sample of a text, or pairs of recall")
     add("--held-out", default=None, help="text to evaluate on; of corpus.tar.xz its held-out text is taken")
     add("--tokens", type=int, default=1024, help="tokens per sample")
     add("--batch", type=int, default=8, help="samples per step, of all processes")

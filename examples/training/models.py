@@ -5,7 +5,8 @@ import hashlib
 import pathlib
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from kvpolicy import evaluation
+from transformers import LlamaConfig, LlamaForCausalLM
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 FOLDERS = {
@@ -23,9 +24,7 @@ def load(name, *, dtype=torch.float32, device="cpu"):
             f"model: {name} is not allowed; it must be byte, smollm2 (after tools/get_smollm2), scratch, or "
             "a folder of transformers"
         )
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device)
-    bytes_are_tokens = model.config.vocab_size == 256
-    return model, None if bytes_are_tokens else AutoTokenizer.from_pretrained(folder)
+    return evaluation.load(folder, dtype=dtype, device=device)
 
 
 def from_scratch(*, vocabulary=256, width=128, layers=4, heads=4, kv_heads=2, length=4096, device="cpu"):
