@@ -173,10 +173,11 @@ class Scorers(nn.Module):
         make = SPKV if self.system == "spkv" else WGKV
         return make(self.window, Sink(self.sinks), *cap, scorer, tau=self.threshold)
 
-    def save(self, path):
+    def save(self, path, *, small=False):
         """Writes a file that load and the example programs read (docs/training/files.md has the format).
-        Tensors are float32; bfloat16 for parameters of that dtype. With parameters that FSDP2 has sharded
-        every rank calls it, and rank 0 writes."""
+        Tensors are float32; bfloat16 for parameters of that dtype, and with `small` for a scorer's matrices,
+        which halves the file. With parameters that FSDP2 has sharded every rank calls it, and rank 0
+        writes."""
         low, high = self.gamma_range or (1.0, 1.0)
         metadata = {f"training.{key}": value for key, value in self.training_notes.items()}
         metadata |= {
@@ -207,8 +208,10 @@ class Scorers(nn.Module):
             tensors[_FREQUENCIES] = rope.frequencies
         if self.score_quantiles is not None:
             tensors["score_quantiles"] = self.score_quantiles
+        least = 2 if self.reads_hidden else 3  # dimensions of a matrix; most scorers have one per head
         for name, tensor in tensors.items():
-            kept = tensor.dtype if tensor.dtype == torch.bfloat16 else torch.float32
+            halved = small and name.startswith("layers.") and tensor.dim() >= least
+            kept = torch.bfloat16 if halved or tensor.dtype == torch.bfloat16 else torch.float32
             tensors[name] = _whole(tensor.detach()).to("cpu", kept).contiguous()
         sharded = any(hasattr(parameter, "full_tensor") for parameter in self.parameters())
         if sharded and torch.distributed.get_rank() != 0:

@@ -408,6 +408,29 @@ def test_files_of_systems(tmp_path, system):
         assert torch.equal(getattr(part.layers[0], name), getattr(again.layers[0], name)[1:])
 
 
+@pytest.mark.parametrize("system", [name for name in SYSTEMS if name != "streaming"])
+def test_small_files(tmp_path, system):
+    """Matrices are in bfloat16, the rest as it was; a file that is read again has the same numbers."""
+    scorers = trained(system)
+    scorers.save(tmp_path / "a.safetensors", small=True)
+    with safe_open(tmp_path / "a.safetensors", framework="pt") as file:
+        dtypes = {key: file.get_slice(key).get_dtype() for key in file.keys()}
+    matrices = {
+        *("w1", "w3", "w_q", "w_k", "w_v"),
+        *(["w2"] if system in ("lte", "spkv") else []),
+    }
+    for name, dtype in dtypes.items():
+        assert (dtype == "BF16") == (name.rpartition(".")[2] in matrices), name
+    again = kvp.Scorers.load(tmp_path / "a.safetensors")
+    assert all(
+        torch.equal(again.state_dict()[name], x.bfloat16().float() if dtypes[name] == "BF16" else x)
+        for name, x in scorers.state_dict().items()
+    )
+    again.save(tmp_path / "b.safetensors", small=True)
+    assert (tmp_path / "b.safetensors").stat().st_size == (tmp_path / "a.safetensors").stat().st_size
+    assert kvp.Scorers.load(tmp_path / "b.safetensors").training_notes == scorers.training_notes
+
+
 def test_files_without_a_policy_are_kvpop(tmp_path):
     from safetensors import safe_open
     from safetensors.torch import save_file
@@ -445,6 +468,36 @@ def test_trained_files_are_read(name):
     torch.testing.assert_close(scorer(k, v).double(), want, rtol=1e-4, atol=1e-4)
     log_gamma = scorers.log_gamma(2)
     assert log_gamma.shape == (2,) and (log_gamma <= 0).all()
+
+
+SHAPES = {  # of the models: layers, KV heads, head_dim, width, theta
+    "byte-llama": (6, 2, 64, 256, 10000.0),
+    "smollm2-135m": (30, 3, 64, 576, 100000.0),
+}
+
+
+@pytest.mark.parametrize(
+    "path",
+    sorted(SCORERS.parents[1].glob("*/scorers/*.safetensors")),
+    ids=lambda path: f"{path.parents[1].name}-{path.stem}",
+)
+def test_files_that_ship_fit_their_model(path):
+    """They are of the model's shape and rotation, say how they were trained, and give finite scores."""
+    layers, heads, head_dim, width, theta = SHAPES[path.parents[1].name]
+    scorers = kvp.Scorers.load(path)
+    assert len(scorers.layers) == layers and scorers.heads == heads
+    assert scorers.training_notes["seed"] == "1" and "steps" in scorers.training_notes
+    for layer, scorer in enumerate(scorers.layers):
+        rope = getattr(scorer, "rope", None)
+        assert rope is None or (rope.layout, rope.base, rope.dims) == ("half_split", theta, 0)
+        unbounded = scorers.system == "kvpop" and scorers.budget is None
+        assert scorers.policy(layer, 64 if unbounded else None).windows == (scorers.window,)
+    if scorers.reads_hidden:
+        scores = scorers.layers[-1](torch.randn(1, 200, width))
+    else:
+        scores = scorers.layers[-1](*torch.randn(2, 1, heads, 200, head_dim))
+    assert scores.shape == (1, heads, 200)
+    assert scores[..., : 200 - 6].isfinite().all()  # the last keys of LTE have none
 
 
 @pytest.mark.parametrize(
