@@ -1,5 +1,5 @@
 // Files of gates that Python wrote (tests/reference/make_gates.py): the engine's logits, text and entries are
-// those of Python's cache. What a file may not say is refused.
+// those of Python's cache. Files that ship fit their model. What a file may not say is refused.
 #include "support.hpp"
 #include "support/score_dump.hpp"
 #include "support/trained.hpp"
@@ -19,6 +19,7 @@
 #include <map>
 #include <memory>
 #include <numeric>
+#include <set>
 #include <span>
 #include <string>
 #include <vector>
@@ -191,6 +192,41 @@ TEST_CASE("scores of a text: of hidden states, of positions and of neighbors") {
     CHECK(contains(
         message_of([&] { examples::dump_scores(ctx, model(), none, text, {.tokens = 50, .layers = {}}); }),
         "a file without scorers, of StreamLLM+, is not allowed"));
+}
+
+TEST_CASE("files that ship fit their model") {
+    struct Shape {
+        std::string model;
+        int layers, heads, width;
+        float theta;
+    };
+    const std::string models = TEST_EXAMPLE_MODELS "/";
+    for (const Shape& shape :
+         {Shape{"byte-llama", 6, 2, 256, 1e4f}, Shape{"smollm2-135m", 30, 3, 576, 1e5f}}) {
+        llama::Config config;
+        config.layers = shape.layers;
+        config.kv_heads = shape.heads;
+        config.hidden_size = shape.width;
+        config.head_dim = 64;
+        config.rope_theta = shape.theta;
+        std::set<std::string> policies;
+        for (const auto& file : std::filesystem::directory_iterator(models + shape.model + "/scorers")) {
+            if (file.path().extension() != ".safetensors") {
+                continue;
+            }
+            const std::string name = file.path().string();
+            CAPTURE(name);
+            const examples::TrainedScorers trained = examples::load_scorers(name);
+            examples::check_fits(trained, config, name);
+            CHECK(trained.spec.training.at("seed") == "1");
+            policies.insert(trained.spec.policy);
+            if (trained.spec.kind == "write_gate" || trained.spec.kind == "conv") {
+                CHECK(trained.spec.rope_layout == "half_split");
+                CHECK(trained.spec.rope_base == shape.theta);
+            }
+        }
+        CHECK(policies.size() >= 4);  // KVpop, SP-KV, WG-KV and DMS
+    }
 }
 
 TEST_CASE("what a file of gates may not say") {
