@@ -166,31 +166,26 @@ class LTE(Method):
 
     @torch.no_grad()
     def evaluate(self, ids, weights):
-        """Of one held-out batch: nll and the share of right answers under the capped policy, under
-        StreamingLLM of the same size and dense; keys retained out of the window, and the share of heads above
-        the cap, before the cap acts."""
+        """Of one held-out batch: nll and answers() under the capped policy, under StreamingLLM of the same
+        size and dense; under the policy the share of pairs that queries see and of keys that caches hold;
+        keys retained out of the window, and the share of heads above the cap, before the cap acts."""
         self.scorers.eval()  # without dropout
         found = {}
         for name, attend in (("", self.attend_hard), ("_streaming", self.streaming), ("_dense", self.dense)):
             self.scores, self.parts = {}, {}
             logits = self.logits(ids, attend)
             found[f"nll{name}"] = self.next_token_loss(logits, ids, weights).item()
-            found[f"right{name}"] = self.right_answers(logits, ids, weights).item()
+            answers = self.answers(logits, ids, weights)
+            found |= {f"{measure}{name}": share for measure, share in answers.items()}
             if not name:
                 shares = [kvp.density(mask).mean() for mask in self.parts.values()]
                 found["visible"] = torch.stack(shares).mean().item()
+                found["cached"] = self.cached()
                 counts = self.counts("decided")
         found["retained"] = counts.mean().item()
         found["heads_above_cap"] = (counts > self.cap).double().mean().item()
         self.scorers.train()
         return found
-
-    @staticmethod
-    def right_answers(logits, ids, weights):
-        """The share of the tokens of the largest weight, which are the answers of a task, that are the most
-        probable ones."""
-        asked = weights[:, 1:] == weights.max()
-        return (logits[:, :-1].argmax(-1) == ids[:, 1:])[asked].double().mean()
 
     @torch.no_grad()
     def measure(self, samples):

@@ -2,7 +2,6 @@
 
 import kvpolicy as kvp
 import torch
-from data import ANSWER_WEIGHT
 from kvpolicy.training import attend_with, rope_of
 from torch import distributed
 from torch.nn import functional
@@ -196,13 +195,14 @@ class Method(torch.nn.Module):
 
     @staticmethod
     def answers(logits, ids, weights):
-        """{"answers": the share of answer digits that the logits have right}; {} without retrieval
-        queries."""
-        asked = weights[:, 1:] == ANSWER_WEIGHT
-        if not asked.any():
+        """{"answers": the share of answers that are the most probable tokens}; {} without answers. Answers
+        are the tokens of the largest weight, where not all weigh the same: digits of retrieval queries, or
+        what a task asks for."""
+        asked = weights[:, 1:] == weights.max()
+        if asked.all():
             return {}
         right = logits[:, :-1].argmax(-1) == ids[:, 1:]
-        return {"answers": right[asked].float().mean().item()}
+        return {"answers": right[asked].double().mean().item()}
 
     def cached(self):
         """The share of keys that caches hold after the last pass under the policy."""

@@ -344,6 +344,15 @@ def test_a_capture_survives_threads_that_pin_memory():
     assert graph.graph is not None
 
 
+def test_answers_are_the_tokens_of_the_largest_weight():
+    ids = torch.tensor([[0, 1, 2, 3, 1]])
+    logits = torch.nn.functional.one_hot(torch.tensor([[1, 2, 0, 1, 0]]), 4).double()
+    answers = program("method").Method.answers
+    assert answers(logits, ids, torch.tensor([[1.0, 1, 10, 10, 0]])) == {"answers": 0.5}
+    assert answers(logits, ids, torch.tensor([[0.0, 0, 0, 1, 1]])) == {"answers": 0.5}
+    assert answers(logits, ids, torch.ones(1, 5)) == {}
+
+
 def test_layers_keep_a_window_of_their_own():
     """Local and global layers: the model's own attention, and gates in global layers alone (SP-KV, 3.3)."""
     method, ids, weights = small_method("SPKV", "spkv", "--window", "8", "--hidden", "8")
