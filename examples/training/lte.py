@@ -133,6 +133,10 @@ class LTE(Method):
             numbers = f"{self.options.seed} {step} {self.rank} {layer}"
             scorer.dropout_seed = random.Random(numbers).getrandbits(31)
 
+    def graph_key(self):
+        """Dropout has a seed of each step."""
+        return None if self.options.scorer == "conv" and self.options.dropout else "hard"
+
     def loss(self, ids, weights):
         nll = self.next_token_loss(self.logits(ids, self.attend), ids, weights)
         gates, lambdas = self.gates(), self.lambdas()
