@@ -41,6 +41,7 @@ def rope_of(config):
     base = found.get("rope_theta") or getattr(config, "rope_theta", 10000.0)
     share = found.get("partial_rotary_factor") or getattr(config, "partial_rotary_factor", None) or 1.0
     layout = "interleaved" if config.model_type in _INTERLEAVED else "half_split"
+    # int() as the models of transformers count it: the numbers that they rotate, whatever a share rounds to.
     return Rope(layout, float(base), 0 if share == 1.0 else int(head_dim_of(config) * share))
 
 
