@@ -65,6 +65,11 @@ def parser_of(method):
     add("--resume", action="store_true", help="go on from the checkpoint in --out")
     add("--device", default=None, help="cpu or cuda; default: cuda where it is")
     add("--cuda-graph", action="store_true", help="steps as CUDA graphs, where the method's steps are alike")
+    add(
+        "--compile",
+        action="store_true",
+        help="the model's layers by torch.compile, in training and evaluation",
+    )
     add("--fp32", action="store_true", help="train in float32 on CUDA, not in bfloat16")
     method.add_options(parser)
     return parser
@@ -220,6 +225,8 @@ class Trainer:
         self.model_print = models.fingerprint(model, weights=options.model != "scratch")
         self.train_data, self.test_data = make_data(options, self.tokenizer)
         self.method = method_class(model, options).to(ranks.device)
+        if options.compile:  # in place, so that parameters keep their names
+            model.base_model.compile()
         self.module = self.method
         if ranks.count > 1:
             ids = [ranks.device.index] if ranks.device.type == "cuda" else None

@@ -76,8 +76,9 @@ def attend_with(model, attend):
     """A context in which each attention layer of `model`, a decoder of transformers, is attend(LayerInputs),
     which returns [B, Hq, S, Dv]. Forward passes take whole samples, without a cache and without padding:
     others raise NotImplementedError, as dropout and learned sinks do. Within such a context a second one of
-    the same model raises RuntimeError. With activation checkpointing the backward pass calls `attend` again,
-    and must be within the context."""
+    the same model raises RuntimeError. torch.compile traces `attend` with the layers, without graph breaks
+    where `attend` has none: model.base_model.compile(). With activation checkpointing the backward pass calls
+    `attend` again, and must be within the context."""
     config = model.config.get_text_config(decoder=True)
     modules = attention_modules(model)
     if any(hasattr(module, "_kvpolicy_attend") for module in modules):
