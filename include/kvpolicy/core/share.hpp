@@ -10,12 +10,16 @@ namespace kvpolicy {
 
 namespace detail {
 
+/// The rounding of a number that Real stores, relative to it. A variable, since nvcc refuses the call in a
+/// function for devices.
+template <class Real>
+inline constexpr double half_ulp = static_cast<double>(std::numeric_limits<Real>::epsilon()) / 2;
+
 /// What a product of a share with a number may lack of a whole number and still be it: 1e-6, or the rounding
 /// of the share where it was stored, half an ulp of Real. Below 1/2, since halves are not whole.
 template <class Real>
 KVPOLICY_HOST_DEVICE constexpr double share_slack(double product) {
-    constexpr double half_ulp = static_cast<double>(std::numeric_limits<Real>::epsilon()) / 2;
-    const double stored = product * half_ulp, slack = stored > 1e-6 ? stored : 1e-6;
+    const double stored = product * half_ulp<Real>, slack = stored > 1e-6 ? stored : 1e-6;
     return slack < 0.25 ? slack : 0.25;
 }
 
