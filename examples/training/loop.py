@@ -293,7 +293,8 @@ class Trainer:
         for name in ("method", "model", "data"):
             if found.get(name) != wanted[name]:
                 raise Refused(
-                    f"--resume: {path} of {name} {found.get(name)} is not allowed; this run has {wanted[name]}"
+                    f"--resume: {path} of {name} {found.get(name)} is not allowed; "
+                    f"this run has {wanted[name]}"
                     + f", by config and weights of --model {self.options.model}" * (name == "model")
                 )
         for name, value in wanted["options"].items():

@@ -1,6 +1,6 @@
-// Causal calls of one KV head whose logits are large, up to +-1e30, with what they give. All numbers of a row
-// are equal, so a product is exact in any order of its sums, and keys of different numbers differ by more than
-// all of fp32's rounding: a weight is 1 over the number of the largest, or 0.
+// Causal calls of one KV head with large logits, up to +-1e30, and their results. All numbers of a row are
+// equal, so a product is exact in any order of its sums, and the logits of different numbers differ by more
+// than fp32's rounding: a weight is 1 over the number of keys with the largest logit, or 0.
 #pragma once
 
 #include <kvpolicy/core/types.hpp>
@@ -18,8 +18,8 @@ using kvpolicy::bf16;
 using kvpolicy::compute_t;
 using kvpolicy::fp16;
 
-/// A causal call of one KV head: number `x` of every element of all queries, `k[t]` of every element of key t,
-/// v[t] of every element of value t.
+/// A causal call of one KV head: x is every element of all queries, k[t] every element of key t, v[t] every
+/// element of value t.
 struct Extreme {
     std::string what;
     std::int32_t dim;

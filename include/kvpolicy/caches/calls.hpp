@@ -55,9 +55,9 @@ requires CacheRef<Ref<P, T>> std::size_t step_workspace_bytes(const host& ctx, c
 /// infinite (options.bad_tokens), too little workspace, a second call of the same layer before
 /// advance(), which would keep the token twice.
 ///
-/// With options.status, or bad_token::drop, a NaN score is not refused: it ranks last, after -inf and after older NaN, closes its
-/// gate, and sets status_nan_score of its entry in the call in which it becomes known. A given score that is
-/// NaN sets it for a key that is kept for its position too, but not for a sink.
+/// With options.status, or bad_token::drop, a NaN score is not refused: it ranks last, after -inf and after
+/// older NaN, closes its gate, and sets status_nan_score of its entry in the call in which it becomes known.
+/// A given score that is NaN sets it for a key that is kept for its position too, but not for a sink.
 ///
 /// A policy that ranks keys by the attention they receive (H2O, TOVA, SnapKV; scorers/observed.hpp) decides
 /// in 3 by the masses up to q - 1, and adds the query's own after 4. Its q and k must be finite: a number

@@ -55,7 +55,8 @@ enum class bad_token : std::uint8_t {
     refuse,
     /// The token is stored, and later queries see it. Its update of the scorer's state is skipped. Its own
     /// score is NaN, and so are those that a convolution makes of it (of 6 keys on either side): such keys
-    /// rank last, and their gates are closed. status_nan_score is set in the call in which that score becomes known.
+    /// rank last, and their gates are closed. status_nan_score is set in the call in which that score becomes
+    /// known.
     drop
 };
 

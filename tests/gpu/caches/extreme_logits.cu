@@ -1,6 +1,7 @@
 // Logits up to +-1e30 in the decode steps of both caches, and the masses that they give. All numbers of a row
-// are equal, so a product is exact in any order of its sums, and keys of different numbers differ by more than
-// all of fp32's rounding: a weight is 1 over the number of the largest, or 0, on either side.
+// are equal, so a product is exact in any order of its sums, and the logits of different numbers differ by
+// more than fp32's rounding: on both contexts a weight is 1 over the number of keys with the largest logit,
+// or 0.
 #include <kvpolicy/policies/sink.hpp>
 #include <kvpolicy/policies/topk_budget.hpp>
 #include <kvpolicy/policies/window.hpp>

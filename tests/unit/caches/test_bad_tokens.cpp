@@ -107,8 +107,8 @@ void feed(const host& ctx, Cache& cache, Tokens<T>& in, Way way, std::int32_t si
     }
 }
 
-/// Scores of a head, -7 where a key has none yet: of an mLSTM as if the bad tokens had not come, whose own are
-/// NaN; of a convolution as the numbers give them.
+/// Scores of a head, -7 where a key has none yet: of an mLSTM as if the bad tokens had not come, whose own
+/// scores are NaN; of a convolution as the numbers give them.
 template <class T>
 std::vector<float> scores_of(const Mlstm& scorer, Tokens<T>& in, std::int32_t h, std::int32_t window) {
     std::vector<float> scores(length, -7.0f), state(scorer.state_size()), scratch(scorer.scratch_size());

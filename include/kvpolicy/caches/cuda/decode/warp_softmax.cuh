@@ -208,8 +208,8 @@ class tensor_softmax {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const float x = s[0][i] + s[1][i];
-            const float logit =
-                cap_ != 0.0f ? cap_ - __fdividef(2.0f * cap_, 1.0f + fast_exp2(x * slope_)) : rounded_product(x, slope_);
+            const float logit = cap_ != 0.0f ? cap_ - __fdividef(2.0f * cap_, 1.0f + fast_exp2(x * slope_))
+                                             : rounded_product(x, slope_);
             weight[i] = row + i / 2 * 8 < limit ? logit : minus_infinity();
         }
         if (a >= 0 || b >= 0) {
@@ -311,7 +311,8 @@ class plain_softmax {
                 for (std::int32_t d = 0; d < head_dim_qk_; ++d) {
                     sum += queries.q[d] * key[d];
                 }
-                logit = cap != T(0) ? cap - T(2) * cap / (T(1) + exp2(sum * slope)) : rounded_product(sum, slope);
+                logit = cap != T(0) ? cap - T(2) * cap / (T(1) + exp2(sum * slope))
+                                    : rounded_product(sum, slope);
                 note(row, logit);
             }
             T largest = logit;

@@ -262,9 +262,8 @@ struct mlstm_memory {
 };
 
 /// log f and log i in double, since log f near 0 must survive the sum with a large stabilizer. Writes the
-/// factors of the old state and of the token, and the new stabilizer. A token that is not finite makes gates of
-/// NaN, or an input gate of inf: nothing is written, and all that was there stays (bad_token::drop). By one
-/// thread.
+/// factors of the old state and of the token, and the new stabilizer. A token that is not finite makes gates
+/// of NaN, or an input gate of inf: the state stays as it was (bad_token::drop). By one thread.
 template <class Weights>
 __device__ void mlstm_gate_factors(const Weights& weights, std::int64_t head, double cap, float* numbers,
                                    float* stabilizer) {
