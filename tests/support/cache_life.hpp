@@ -841,7 +841,7 @@ class CacheLife {
             io.scores = view_bhs<const float>(of.score.data(), 1, shape.kv_heads, 1);
         }
         std::int32_t names[] = {seq, seq};
-        io.batch = {.count = 1, .seq_ids = names, .length = 1};
+        io.batch = Batch{.count = 1, .seq_ids = names, .length = 1};
         const LifeKind kind = pick(2) == 0 ? LifeKind::step : LifeKind::prefill;
         const auto attempt = [&](const char* name) {
             what_ = name;

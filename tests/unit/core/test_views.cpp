@@ -30,7 +30,7 @@ static_assert(std::is_trivially_copyable_v<FixedBudgetRef<P, bf16>>);
 // The layout that nvcc must agree with: pointers, then 32-bit numbers, then 64-bit strides.
 static_assert(sizeof(rows_view<float>) == 48 && offsetof(rows_view<float>, batch_stride) == 24);
 static_assert(sizeof(plane_view<float>) == 40 && offsetof(plane_view<float>, batch_stride) == 24);
-static_assert(sizeof(Batch) == 32 && sizeof(Sequences) == 40 && sizeof(HeadParams) == 24 &&
+static_assert(sizeof(Batch) == 32 && sizeof(Sequences) == 40 && sizeof(HeadParams) == 36 &&
               sizeof(CacheShape) == 36);
 }  // namespace
 
