@@ -397,7 +397,7 @@ class Cache:
             return (out, lse) if return_lse else out
         single = (name == "step",) if name != "append_draft" else ()
         call = "append_draft" if name == "append_draft" else "write"
-        self._check_finite(group, k, v, q_len)
+        self._check_finite(layer, seq_ids, k, v, q_len)
         self._reserve(group, tokens)
         # Every step would wait for its status on CUDA. Reserved pages do not run out.
         free = group.reserved >= tokens or call == "append_draft"
@@ -439,21 +439,25 @@ class Cache:
         """The bits of status words that are no matter of course."""
         return status & ~_NAN if self.bad_tokens == "drop" else status
 
-    def _check_finite(self, group, k, v, q_len):
+    def _check_finite(self, layer, seq_ids, k, v, q_len):
         """Refuses bad tokens on the CPU where the call has a status, with which the library drops them."""
+        group, _ = self._layer(layer)
         if self.bad_tokens == "drop" or self.device.type != "cpu" or not group.pooled:
             return
         if group.scorer not in _INSIDE:
             return
-        for name, rows in (("k", k), ("v", v)):
+        for name, rows in (("key", k), ("value", v)):
             bad = ~torch.isfinite(rows).all(dim=3)
             if q_len is not None:
                 bad &= (torch.arange(rows.shape[2]) < q_len[:, None])[:, None]
             if bad.any():
                 entry, head, token = bad.nonzero()[0].tolist()
+                sequence = entry if seq_ids is None else int(seq_ids[entry])
+                position = group.call("length", sequence) + token
                 raise ValueError(
-                    f"{name}: NaN or infinity of entry {entry}, head {head}, token {token} is not allowed; "
-                    "the scores of other keys depend on it (bad_tokens='drop' skips such tokens)"
+                    f"{name} of entry {entry}, head {head}, position {position}: "
+                    "NaN or infinite is not allowed; it must be finite numbers, since the scores of other keys "
+                    "depend on them; bad_tokens='drop' skips such a token"
                 )
 
     def _count(self, layer, tokens):

@@ -77,7 +77,7 @@ def test_a_paged_cache_refuses_and_drops_too():
     tensors = rows()
     tensors[2][0, 1, 9, 3] = torch.nan
     cache = cache_of(policy)
-    with pytest.raises(ValueError, match="v: NaN or infinity of entry 0, head 1, token 9"):
+    with pytest.raises(ValueError, match="value of entry 0, head 1, position 9: NaN or infinite"):
         cache.prefill(0, *tensors)
     cache = cache_of(policy, bad_tokens="drop")
     feed(cache, tensors, [TOKENS])
