@@ -147,6 +147,19 @@ inline std::vector<Extreme> cases(std::int32_t dim, float logit, std::int32_t le
     return all;
 }
 
+/// Zeros in the first keys, then logits of about `logit` to the end: several blocks of a forward pass whose
+/// reference has moved from 0. Values of the last 256 keys are others, so that a block without its weights
+/// shows.
+inline Extreme moved_reference(std::int32_t dim, float logit, std::int32_t length) {
+    Extreme c{"zeros, then blocks of " + std::to_string(logit), dim, 0.0f, {}, {}};
+    c.q = cases(dim, logit, 0).front().q;
+    for (std::int32_t t = 0; t < length; ++t) {
+        c.k.push_back(t < 150 ? 0.0f : c.q);
+        c.v.push_back(t < length - 256 ? -2.0f : 2.0f);
+    }
+    return c;
+}
+
 // Beyond some 1e5 neighbors of a number of 16 bits differ by hundreds in their logits.
 inline const std::vector<float> wide{1e5f, 1e6f, 3e7f, 1e9f, 1e13f, 1e20f, 1e30f},
     narrow{1e5f, 1e6f, 3e7f, 1e9f};

@@ -75,6 +75,7 @@ void check_all(std::int32_t dim, const AttendOptions& options, const std::vector
         for (const Extreme& c : cases(dim, logit, 257)) {
             check<T>(c, options);
         }
+        check<T>(moved_reference(dim, logit, 700), options);
     }
     // 1e6 and -1e6 in every element.
     if (!std::is_same_v<T, fp16>) {

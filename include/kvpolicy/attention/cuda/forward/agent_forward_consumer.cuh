@@ -190,7 +190,8 @@ class agent_forward_consumer : forward_pipeline<S> {
         if constexpr (fixed_reference) {
             if (!w.done) {
                 if (softmax.has_reference) {
-                    multiply_again(s, stage);  // weigh() has written over them
+                    multiply_again(s, stage);       // weigh() has written over them
+                    softmax.has_reference = false;  // take() moves it, perhaps far from 0
                 }
                 to_stage_logits(s, stage, query);
                 float decay[2];
