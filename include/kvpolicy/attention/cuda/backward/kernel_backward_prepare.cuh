@@ -22,7 +22,7 @@ struct packed_row {
     std::int32_t b, head, query;
     float lse;
     bool counts;
-    bool large = false;  // its lse is beyond max_saved_lse
+    bool large = false;  // its lse is finite and beyond max_saved_lse
 
     __device__ packed_row(const backward_params<T>& p, std::int32_t list, std::int32_t m) {
         const std::int32_t kv_head = list / p.plan.supers, j = list - kv_head * p.plan.supers;
@@ -33,7 +33,7 @@ struct packed_row {
         counts = m < p.valid_rows(b, j);
         lse = counts ? p.lse.head(b, head)[query] : 0.0f;
         counts = counts && lse != -__int_as_float(0x7f800000);
-        large = counts && fabsf(lse) > max_saved_lse;
+        large = counts && fabsf(lse) > max_saved_lse && fabsf(lse) <= 3.402823466e38f;
     }
 };
 
