@@ -103,6 +103,24 @@ KVPOLICY_HOST_DEVICE constexpr bool header_fits(const Ref& cache, const layer_he
            header.entries <= bytes && layer_layout(cache, header.entries).bytes <= bytes;
 }
 
+/// Keys of a head that compete for top-k slots, as a saved layer has it, or -1 where the cache's head cannot
+/// have them.
+template <class Ref>
+KVPOLICY_HOST_DEVICE constexpr std::int64_t competitors_of(const Ref& cache, std::int32_t head,
+                                                           const layer_head& saved) {
+    std::int64_t most = cache.all_params[head].budget;
+    if constexpr (Ref::policy_type::shares_budget) {
+        most = cache.slots_of(head);
+    }
+    const bool unbounded = Ref::policy_type::grows || most == unlimited;
+    const std::int64_t competitors = std::int64_t{saved.num_long_range} - saved.num_protected;
+    if (saved.num_protected < 0 || (!Ref::policy_type::has_keep && saved.num_protected != 0) ||
+        (!unbounded && competitors > most)) {
+        return -1;
+    }
+    return competitors;
+}
+
 /// Entries of a head as a saved layer has it, or -1 where the cache's head cannot hold them.
 template <class Ref>
 KVPOLICY_HOST_DEVICE constexpr std::int64_t entries_of(const Ref& cache, std::int32_t head, position_t length,
@@ -110,7 +128,7 @@ KVPOLICY_HOST_DEVICE constexpr std::int64_t entries_of(const Ref& cache, std::in
     const HeadRows layout = cache.layout(head);
     const std::int64_t beyond = length - layout.sinks - layout.window;
     if (saved.sinks != layout.sinks || saved.window != layout.window || saved.num_long_range < 0 ||
-        saved.num_long_range > (beyond > 0 ? beyond : 0) || saved.num_protected < 0) {
+        saved.num_long_range > (beyond > 0 ? beyond : 0) || competitors_of(cache, head, saved) < 0) {
         return -1;
     }
     const std::int64_t used = layout.used(length, saved.num_long_range);

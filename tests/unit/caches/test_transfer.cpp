@@ -2,6 +2,7 @@
 // and selections; what is refused, with nothing changed.
 #include <kvpolicy/caches/transfer.hpp>
 #include <kvpolicy/policies/selection.hpp>
+#include <kvpolicy/policies/shared_budget.hpp>
 #include <kvpolicy/policies/sink.hpp>
 #include <kvpolicy/policies/stride.hpp>
 #include <kvpolicy/policies/topk_budget.hpp>
@@ -113,7 +114,7 @@ void check(const P& policy, bool fixed) {
         CHECK(snapshot_of(ctx, b.cache, 2) == wanted);
         move(ctx, b.cache, 2, a.cache, 0);
         CHECK(snapshot_of(ctx, a.cache, 0) == wanted);
-        if constexpr (!P::has_keep && !P::has_eviction) {
+        if constexpr (!P::has_keep && !P::has_eviction && !P::shares_budget) {
             if (fixed) {
                 test::BoundCache<P, T> c(ctx, shape_of(1), policy);
                 move(ctx, a.cache, 1, c.cache, 0);
@@ -146,6 +147,59 @@ TEST_CASE("with a selection and with a keep part") {
     check<Quest, float>(Quest{Sink<>{2}, Window<>{7}, TopKBudget<>{30}, QuestPages<4>{3}}, false);
     using Strided = Policy<Sink<>, Window<>, Stride<>, TopKBudget<>>;
     check<Strided, float>(Strided{Sink<>{1}, Window<>{5}, Stride<>{6}, TopKBudget<>{4}}, false);
+}
+
+TEST_CASE("with a budget that heads share") {
+    using Shared = Policy<Sink<>, Window<>, SharedBudget<>>;
+    const auto shared = [](std::int32_t k) { return Shared{Sink<>{2}, Window<>{7}, SharedBudget<>{k}}; };
+    check<Shared, float>(shared(10), false);
+    // Slots of a layer are those of all heads: keys that each head alone could hold.
+    const host ctx{1};
+    test::BoundDual<Shared, float> many(ctx, shape_of(4), pool, shared(20)),
+        few(ctx, shape_of(4), pool, shared(10));
+    many.add_slab(ctx);
+    few.add_slab(ctx);
+    feed<Shared, float>(ctx, many.cache, 0, 90, 1);
+    feed<Shared, float>(ctx, few.cache, 0, 20, 2);
+    const auto before = snapshot_of(ctx, few.cache, 0);
+    Bytes bytes(layer_bytes(many.cache.layer(0), entries_of(many.cache, 0, 0)));
+    save_layer(ctx, many.cache.layer(0), 0, bytes.data(), bytes.size);
+    CHECK_REFUSED(load_layer(ctx, few.cache.layer(0), 0, bytes.data(), bytes.size), "buffer: of another");
+    CHECK(snapshot_of(ctx, few.cache, 0) == before);
+}
+
+TEST_CASE("layers of a shared budget fit a pool of pages_per_sequence()") {
+    using Shared = Policy<Sink<>, Window<>, SharedBudget<>>;
+    const Shared policy{Sink<>{0}, Window<>{1}, SharedBudget<>{4}};
+    const DualCache<Shared, float> plan(shape_of(2), pool, policy);
+    const auto pages = static_cast<std::int32_t>(layers * plan.pages_per_sequence(0));
+    const host ctx{1};
+    test::BoundDual<Shared, float> cache(ctx, shape_of(2),
+                                         {.slab_pages = pages, .max_slabs = 1, .max_seq_len = 300}, policy);
+    cache.add_slab(ctx);
+    // One division of the slots after another, into a sequence with pages in its stash.
+    std::vector<std::vector<Bytes>> saved;
+    for (const unsigned seed : {1u, 2u, 3u, 4u, 5u, 6u}) {
+        cache.cache.clear(ctx, 1);
+        feed<Shared, float>(ctx, cache.cache, 1, 30 + 3 * static_cast<std::int32_t>(seed), seed);
+        saved.emplace_back();
+        for (std::int32_t layer = 0; layer < layers; ++layer) {
+            saved.back().emplace_back(
+                layer_bytes(cache.cache.layer(layer), entries_of(cache.cache, layer, 1)));
+            save_layer(ctx, cache.cache.layer(layer), 1, saved.back().back().data(), saved.back().back().size);
+        }
+    }
+    for (int round = 0; round < 3; ++round) {
+        for (std::vector<Bytes>& one : saved) {
+            for (std::int32_t layer = 0; layer < layers; ++layer) {
+                Bytes& bytes = one[static_cast<std::size_t>(layer)];
+                load_layer(ctx, cache.cache.layer(layer), 1, bytes.data(), bytes.size);
+            }
+            feed<Shared, float>(ctx, cache.cache, 1, 9, 7);
+        }
+    }
+    cache.cache.clear(ctx, 1);
+    CHECK(cache.cache.free_pages(ctx) == pages);
 }
 
 TEST_CASE("what is refused") {

@@ -116,10 +116,12 @@ void load_layer(const host& /*ctx*/, const Ref<P, T>& cache, std::int32_t seq, c
         return saved;
     };
     std::int64_t entries = 0, pages = 0, held = 0;
+    [[maybe_unused]] std::int64_t competitors = 0;  // of all heads
     for (std::int32_t head = 0; fits && head < cache.kv_heads; ++head) {
         const std::int64_t used = detail::entries_of(cache, head, header.length, head_of(head));
         fits = used >= 0;
         entries += used;
+        competitors += detail::competitors_of(cache, head, head_of(head));
         pages += (used + cache.page_size - 1) / cache.page_size;
         if constexpr (Ref<P, T>::pooled) {
             const std::int64_t index = cache.head_index(seq, head);
@@ -128,10 +130,17 @@ void load_layer(const host& /*ctx*/, const Ref<P, T>& cache, std::int32_t seq, c
             }
         }
     }
+    if constexpr (P::shares_budget) {
+        fits = fits && competitors <= cache.shared_slots;
+    }
     detail::require(fits && entries == header.entries, "buffer", "of another policy, shape or format",
                     "what save_layer() wrote of this layer");
     if constexpr (Ref<P, T>::pooled) {
-        const std::int64_t free = cache.pool.free_pages() + held;
+        std::int64_t stashed = 0;  // pages that no other sequence names
+        if constexpr (P::shares_budget) {
+            stashed = cache.stashed[seq];
+        }
+        const std::int64_t free = cache.pool.free_pages() + held + stashed;
         if (pages > free) {
             if (!checks::reported(options.status, 0, status_pool_exhausted)) {
                 detail::refuse("pages that the pool lacks", pages - free, "0 (add_slab adds more)");
@@ -142,6 +151,11 @@ void load_layer(const host& /*ctx*/, const Ref<P, T>& cache, std::int32_t seq, c
             std::int32_t& have = cache.held[cache.head_index(seq, head)];
             while (have > 0) {
                 cache.pool.give(cache.pages(seq, head)[--have]);
+            }
+        }
+        if constexpr (P::shares_budget) {
+            while (cache.stashed[seq] > 0) {
+                cache.pool.give(cache.stash_of(seq)[--cache.stashed[seq]]);
             }
         }
         cache.reserved[seq] = 0;
