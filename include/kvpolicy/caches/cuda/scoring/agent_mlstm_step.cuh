@@ -115,9 +115,9 @@ __device__ void make_features(const float* y, const mlstm_rows& rows, std::int32
 struct mlstm_gates {
     float first = 0.0f, second = 0.0f;  // the stabilizer
 
-    /// `gate`: this lane's projection, its bias included. Returns the factor of what is written, or of the old
-    /// state. A token that is not finite makes gates of NaN, or an input gate of inf: the state stays as it
-    /// was (bad_token::drop).
+    /// `gate`: this lane's projection, its bias included. Returns the factor of what is written, or of the
+    /// old state. A token that is not finite makes gates of NaN, or an input gate of inf: the state stays as
+    /// it was (bad_token::drop).
     __device__ float take(float gate, float cap, bool counts) {
         const bool input = lane_id() % 2 == 0;
         int bad = isnan(gate) || (input && gate == INFINITY) ? 1 : 0;
