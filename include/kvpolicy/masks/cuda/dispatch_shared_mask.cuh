@@ -5,6 +5,7 @@
 #include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/cuda/check.cuh>
 #include <kvpolicy/cuda/launch.cuh>
+#include <kvpolicy/masks/build.hpp>
 #include <kvpolicy/masks/cuda/dispatch_rank_and_expire.cuh>
 #include <kvpolicy/masks/cuda/kernel_make_shared_sort_keys.cuh>
 #include <kvpolicy/masks/cuda/kernel_shared_top_k.cuh>
@@ -17,7 +18,7 @@ namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
-/// How a call is done. Decided on the host from rules and shapes.
+/// How a call is done. Decided on the host from the heads' numbers and shapes.
 struct shared_mask_plan {
     bool is_static = true;
     bool is_exact = true;  // priorities are the scores
@@ -82,9 +83,9 @@ void build_shared_mask(const cuda& ctx, const device_scope& device, const shared
     const ranking_shape shape = ranking_shape::of_layers(sequences, call.heads);
     params.length = static_cast<std::int32_t>(shape.length);
     params.chunks = static_cast<std::int32_t>(shape.chunks);
-    params.layer_rules.window = 0;
-    params.layer_rules.budget = static_cast<std::int32_t>(plan.top_k_slots);
-    params.layer_rules.log_gamma = plan.log_gamma;
+    params.layer_params.window = 0;
+    params.layer_params.budget = static_cast<std::int32_t>(plan.top_k_slots);
+    params.layer_params.log_gamma = plan.log_gamma;
     params.is_exact = plan.is_exact;
     params.is_static = plan.is_static;
     if (!plan.by_sort) {
