@@ -90,7 +90,7 @@ struct agent_expire {
           segment(range),
           first(first_token),
           n(range.length()),
-          head_params(call.rules(plane)),
+          head_params(call.head_params_of(plane)),
           thread(static_cast<int>(threadIdx.x)),
           lane(lane_id()),
           warp(warp_id()),

@@ -281,7 +281,7 @@ __global__ void __launch_bounds__(device_threads)
     if (edge >= segment.length()) {
         return;
     }
-    const std::int32_t k = params.rules(plane).budget;
+    const std::int32_t k = params.head_params_of(plane).budget;
 
     // 1. The bucket.
     const bucket_of_kth found = find_bucket(counts, plane, segment, params.chunks, base, chunk_index, k);

@@ -23,7 +23,7 @@ __global__ void __launch_bounds__(mask_chunk, 3)
     const auto b = params.sequence_of(plane);
     const segment_range segment = params.segment(b, params.segment_of_chunk(chunk_index));
     const std::int32_t first = (chunk_index - params.first_chunk(segment.index)) * mask_chunk;
-    if (first >= segment.length() || params.by_decayed_top_k(params.rules(plane))) {
+    if (first >= segment.length() || params.by_decayed_top_k(params.head_params_of(plane))) {
         return;
     }
     using block = agent_expire<Index, Params>;

@@ -147,15 +147,15 @@ struct shared_top_k_block {
         return sums.total;
     }
 
-    /// One candidate: it is put beside the held keys, and above its head's cap or the layer's
-    /// slots the worst key is evicted.
+    /// One candidate: it is put beside the held keys, and above its head's cap or the layer's slots the worst
+    /// key is evicted.
     __device__ __forceinline__ void update(const layer_entry candidate) {
         const HeadParams head_params = params.all_params.of(candidate.head);
         const std::int32_t entry = spare >= 0 ? spare : used++;
         spare = -1;
         ++size;
         const bool above_cap = held[candidate.head] >= head_params.cap;
-        const bool full = size > params.layer_rules.budget;
+        const bool full = size > params.layer_params.budget;
         __syncthreads();
         if (thread == 0) {
             entries[entry] = candidate;

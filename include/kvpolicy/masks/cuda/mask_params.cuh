@@ -140,7 +140,7 @@ struct mask_params {
 
     __device__ std::int32_t edge(std::int32_t index) const { return edges[index]; }
     /// The rules under which the keys of a plane compete.
-    __device__ HeadParams rules(std::int64_t plane) const { return all_params.of(head_of(plane)); }
+    __device__ HeadParams head_params_of(std::int64_t plane) const { return all_params.of(head_of(plane)); }
     /// Whether priority_prefix() is all of a priority under these rules.
     __device__ bool has_exact_keys(const HeadParams& head_params) const {
         return head_params.log_gamma == 0.0f;

@@ -32,7 +32,7 @@ struct shared_mask_params : mask_params<Gate, Keep> {
 
     std::int32_t length = 0;  // units of a plane: heads * S
     std::int32_t chunks = 0;  // of units, a plane
-    HeadParams layer_rules;   // budget: the layer's slots. A unit leaves at its own number: no window
+    HeadParams layer_params;   // budget: the layer's slots. A unit leaves at its own number: no window
     bool is_exact = false;    // priorities are the scores
     bool is_static = true;    // Policy::has_static_shared_order
 
@@ -40,7 +40,7 @@ struct shared_mask_params : mask_params<Gate, Keep> {
     KVPOLICY_HOST_DEVICE std::int64_t planes() const { return this->batch; }
     __device__ std::int32_t sequence_of(std::int64_t plane) const { return static_cast<std::int32_t>(plane); }
     __device__ std::int32_t head_of(std::int64_t) const { return 0; }
-    __device__ HeadParams rules(std::int64_t) const { return layer_rules; }
+    __device__ HeadParams head_params_of(std::int64_t) const { return layer_params; }
     __device__ bool has_exact_keys(const HeadParams&) const { return is_exact; }
     __device__ bool by_decayed_top_k(const HeadParams&) const { return false; }
 

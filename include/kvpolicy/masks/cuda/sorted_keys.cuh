@@ -50,7 +50,7 @@ __device__ inline sorted_segment segment_of_task(const Params& params, std::int6
     const auto b = params.sequence_of(plane);
     const segment_range range = params.segment(b, index);
     const std::int32_t begin = params.edges == nullptr ? 0 : params.edge(index);
-    return {plane, begin, range.length(), params.rules(plane)};
+    return {plane, begin, range.length(), params.head_params_of(plane)};
 }
 
 /// The 64-bit code of an absolute token; what does not compete is last.
