@@ -1,5 +1,5 @@
 // The top-k slots that the heads of a layer share, and their updates, on the host (docs/shared-budget.md).
-// Masks run it over a sequence.
+// Masks run it over a sequence, caches over a chunk.
 #pragma once
 
 #include <kvpolicy/core/types.hpp>

@@ -75,7 +75,8 @@ inline void check_between_tokens(const cuda& ctx, const CacheShape& shape, const
 template <class P>
 constexpr void require_device_policy() {
     static_assert(!P::shares_budget,
-                  "kvpolicy: a cache whose heads share a budget is on the CPU; CUDA has no such cache yet");
+                  "kvpolicy: a cache on CUDA gives each head a budget of its own; heads share one in a "
+                  "DualCache on the CPU");
     static_assert(
         has_device_scorer<asked_scorer<P>> &&
             (!scored_late<P> || device_scorer<typename P::scorer_type>::in_window) &&

@@ -17,8 +17,8 @@ namespace kvpolicy::host_backend {
 /// What a chunk will leave in one head.
 struct chunk_counts {
     position_t bad;               // a position whose score is NaN, one that is ranked if any is; or -1
-    std::int32_t keepers;         // keys that compete and hold a place
-    std::int32_t promoted;        // keys that got a place without a top-k update
+    std::int32_t keepers;         // keys that compete and hold a slot
+    std::int32_t promoted;        // keys that got a slot without a top-k update
     std::int32_t num_protected;   // of these, by a keep part
     std::int32_t num_long_range;  // top-k slots in use
     // plan.score has the scores of tokens from here on: the chunk's first token, or one in the window.
