@@ -269,9 +269,14 @@ void accept_chunk(const Cache& cache, std::int32_t seq, std::int32_t head, std::
     }
     if constexpr (P::has_selection) {
         const std::int32_t used = rows.layout.used(base + tokens, counts.num_long_range);
-        refresh_bounds(cache, rows.rows, 0, plan.expirable, used);
-        refresh_bounds(cache, rows.rows, std::max(plan.expirable, rows.layout.slot(num_long_range_before)),
-                       used, used);
+        if constexpr (P::shares_budget) {
+            // The plan is of the rows that were in use; the ring may have grown.
+            refresh_bounds(cache, rows.rows, 0, used, used);
+        } else {
+            refresh_bounds(cache, rows.rows, 0, plan.expirable, used);
+            refresh_bounds(cache, rows.rows,
+                           std::max(plan.expirable, rows.layout.slot(num_long_range_before)), used, used);
+        }
     }
     cache.victim[rows.index] = -1;
     if constexpr (P::ranked && StatefulScorer<typename P::scorer_type>) {
