@@ -221,6 +221,21 @@ struct DualRef : LayerRef<P, T>, detail::SharedSlots<P> {
         }
     }
 
+    /// Returns all pages of a sequence to the pool.
+    void return_pages(std::int64_t seq) const {
+        for (std::int32_t head = 0; head < this->kv_heads; ++head) {
+            std::int32_t& have = held[this->head_index(seq, head)];
+            while (have > 0) {
+                pool.give(pages(seq, head)[--have]);
+            }
+        }
+        if constexpr (P::shares_budget) {
+            while (this->stashed[seq] > 0) {
+                pool.give(stash_of(seq)[--this->stashed[seq]]);
+            }
+        }
+    }
+
     // Where the heads share a budget.
 
     /// Page ids that wait for any head of a sequence.
@@ -502,7 +517,6 @@ class DualCache : public CacheOwner<DualCache<P, T>, P, T> {
                                       static_cast<std::size_t>(this->shape_.head_dim_qk) * sizeof(T)
                                 : 0;
     }
-    void give_pages(const ref_type& cache, std::int32_t seq) const;
     /// The slots that the heads of a layer share; 0 where they do not.
     [[nodiscard]] std::int64_t shared_slots_of([[maybe_unused]] std::int32_t layer) const {
         if constexpr (P::shares_budget) {

@@ -94,6 +94,11 @@ KVPOLICY_HOST_DEVICE constexpr layer_header header_of(const Ref& cache, position
 template <class Ref>
 KVPOLICY_HOST_DEVICE constexpr bool header_fits(const Ref& cache, const layer_header& header,
                                                 std::int64_t bytes) {
+    if constexpr (Ref::pooled) {
+        if (cache.limited && header.length > cache.max_seq_len) {
+            return false;
+        }
+    }
     const layer_header wanted = header_of(cache, header.length, header.entries);
     return header.magic == wanted.magic && header.version == wanted.version &&
            header.number_bytes == wanted.number_bytes && header.layer == wanted.layer &&
@@ -103,22 +108,18 @@ KVPOLICY_HOST_DEVICE constexpr bool header_fits(const Ref& cache, const layer_he
            header.entries <= bytes && layer_layout(cache, header.entries).bytes <= bytes;
 }
 
-/// Keys of a head that compete for top-k slots, as a saved layer has it, or -1 where the cache's head cannot
-/// have them.
+/// Whether so many keys of a head, those of keep parts not counted, may hold top-k slots.
 template <class Ref>
-KVPOLICY_HOST_DEVICE constexpr std::int64_t competitors_of(const Ref& cache, std::int32_t head,
-                                                           const layer_head& saved) {
-    std::int64_t most = cache.all_params[head].budget;
-    if constexpr (Ref::policy_type::shares_budget) {
-        most = cache.slots_of(head);
+KVPOLICY_HOST_DEVICE constexpr bool may_compete(const Ref& cache, std::int32_t head, std::int64_t keys) {
+    using P = typename Ref::policy_type;
+    if constexpr (P::grows) {
+        return keys >= 0;
+    } else if constexpr (P::shares_budget) {
+        return keys >= 0 && keys <= cache.slots_of(head);
+    } else {
+        const std::int32_t budget = cache.all_params[head].budget;
+        return keys >= 0 && (budget == unlimited || keys <= budget);
     }
-    const bool unbounded = Ref::policy_type::grows || most == unlimited;
-    const std::int64_t competitors = std::int64_t{saved.num_long_range} - saved.num_protected;
-    if (saved.num_protected < 0 || (!Ref::policy_type::has_keep && saved.num_protected != 0) ||
-        (!unbounded && competitors > most)) {
-        return -1;
-    }
-    return competitors;
 }
 
 /// Entries of a head as a saved layer has it, or -1 where the cache's head cannot hold them.
@@ -128,7 +129,9 @@ KVPOLICY_HOST_DEVICE constexpr std::int64_t entries_of(const Ref& cache, std::in
     const HeadRows layout = cache.layout(head);
     const std::int64_t beyond = length - layout.sinks - layout.window;
     if (saved.sinks != layout.sinks || saved.window != layout.window || saved.num_long_range < 0 ||
-        saved.num_long_range > (beyond > 0 ? beyond : 0) || competitors_of(cache, head, saved) < 0) {
+        saved.num_long_range > (beyond > 0 ? beyond : 0) || saved.num_protected < 0 ||
+        (!Ref::policy_type::has_keep && saved.num_protected != 0) ||
+        !may_compete(cache, head, std::int64_t{saved.num_long_range} - saved.num_protected)) {
         return -1;
     }
     const std::int64_t used = layout.used(length, saved.num_long_range);

@@ -16,6 +16,7 @@
 
 #include <cstdint>
 #include <cstdlib>
+#include <cstring>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -245,4 +246,91 @@ TEST_CASE("a pool that lacks pages keeps the layer as it was") {
     to.add_slab(ctx);
     load_layer(ctx, to.cache.layer(0), 1, bytes.data(), bytes.size);
     CHECK(to.cache.length(1) == 80);
+}
+
+namespace {
+
+using Strided = Policy<Sink<>, Window<>, Stride<>, TopKBudget<>>;
+using Shared = Policy<Sink<>, Window<>, SharedBudget<>>;
+Shared shared(std::int32_t k) { return Shared{Sink<>{1}, Window<>{3}, SharedBudget<>{k}}; }
+
+/// Bytes of layer 0 of sequence 0.
+template <class Cache>
+Bytes saved_layer(const host& ctx, const Cache& cache) {
+    Bytes bytes(layer_bytes(cache.layer(0), entries_of(cache, 0, 0)));
+    save_layer(ctx, cache.layer(0), 0, bytes.data(), bytes.size);
+    return bytes;
+}
+
+}  // namespace
+
+TEST_CASE("bytes with more keys than a budget allows, beside a keep part or of heads that share it") {
+    const host ctx{1};
+    const auto strided = [](std::int32_t k) {
+        return Strided{Sink<>{1}, Window<>{5}, Stride<>{6}, TopKBudget<>{k}};
+    };
+    test::BoundDual<Strided, float> from(ctx, shape_of(4), pool, strided(9)),
+        to(ctx, shape_of(4), pool, strided(4));
+    from.add_slab(ctx);
+    to.add_slab(ctx);
+    feed<Strided, float>(ctx, from.cache, 0, 90, 1);
+    Bytes bytes = saved_layer(ctx, from.cache);
+    CHECK_REFUSED(load_layer(ctx, to.cache.layer(0), 0, bytes.data(), bytes.size), "buffer: of another");
+    test::BoundDual<Shared, float> more(ctx, shape_of(4), pool, shared(8)),
+        fewer(ctx, shape_of(4), pool, shared(6));
+    more.add_slab(ctx);
+    fewer.add_slab(ctx);
+    feed<Shared, float>(ctx, more.cache, 0, 90, 1);  // 16 keys; each head of the other may have 12
+    bytes = saved_layer(ctx, more.cache);
+    CHECK_REFUSED(load_layer(ctx, fewer.cache.layer(0), 0, bytes.data(), bytes.size), "buffer: of another");
+    CHECK(fewer.cache.length(0) == 0);
+}
+
+TEST_CASE("bytes with positions that a row cannot have, and of a longer sequence than the cache takes") {
+    const host ctx{1};
+    test::BoundCache<Budget, float> fixed(ctx, shape_of(1), budget(10));
+    feed<Budget, float>(ctx, fixed.cache, 0, 40, 1);
+    Bytes bytes = saved_layer(ctx, fixed.cache);
+    const auto ref = fixed.cache.layer(0);
+    const std::int64_t first = detail::layer_layout(ref, entries_of(fixed.cache, 0, 0)).position;
+    for (const position_t wrong : {position_t{-5}, position_t{40}, position_t{1} << 60}) {
+        for (const std::int32_t row : {0, 2, 8, 9, 18}) {
+            position_t right = 0;
+            unsigned char* const at = bytes.data() + first + row * std::int64_t{sizeof right};
+            std::memcpy(&right, at, sizeof right);
+            std::memcpy(at, &wrong, sizeof wrong);
+            CHECK_REFUSED(load_layer(ctx, ref, 1, bytes.data(), bytes.size), "buffer: of another");
+            std::memcpy(at, &right, sizeof right);
+        }
+    }
+    load_layer(ctx, ref, 1, bytes.data(), bytes.size);
+    test::BoundDual<Budget, float> longer(ctx, shape_of(4), pool, budget(unlimited)),
+        shorter(ctx, shape_of(4), {.slab_pages = 200, .max_slabs = 1, .max_seq_len = 39}, budget(unlimited));
+    longer.add_slab(ctx);
+    shorter.add_slab(ctx);
+    feed<Budget, float>(ctx, longer.cache, 0, 40, 1);
+    bytes = saved_layer(ctx, longer.cache);
+    CHECK_REFUSED(load_layer(ctx, shorter.cache.layer(0), 0, bytes.data(), bytes.size), "buffer: of another");
+}
+
+TEST_CASE("a layer takes the place of pages that its sequence had in its stash") {
+    const host ctx{1};
+    const DualCache<Shared, float> plan(shape_of(4), pool, shared(6));
+    const auto pages = static_cast<std::int32_t>(plan.pages_per_sequence(0));
+    test::BoundDual<Shared, float> cache(
+        ctx, shape_of(4), {.slab_pages = 2 * layers * pages, .max_slabs = 1, .max_seq_len = 300}, shared(6));
+    cache.add_slab(ctx);
+    feed<Shared, float>(ctx, cache.cache, 0, 90, 1);
+    const Batch both{.count = 2, .length = 200};
+    REQUIRE(cache.cache.reserve(ctx, both) == 0);
+    REQUIRE(cache.cache.free_pages() == 0);
+    const auto wanted = snapshot_of(ctx, cache.cache, 0);
+    move(ctx, cache.cache, 0, cache.cache, 1);
+    CHECK(snapshot_of(ctx, cache.cache, 1) == wanted);
+    feed<Shared, float>(ctx, cache.cache, 0, 7, 2);
+    feed<Shared, float>(ctx, cache.cache, 1, 7, 2);
+    CHECK(snapshot_of(ctx, cache.cache, 1) == snapshot_of(ctx, cache.cache, 0));
+    cache.cache.clear(ctx, 0);
+    cache.cache.clear(ctx, 1);
+    CHECK(cache.cache.free_pages() == cache.cache.attached_pages());
 }

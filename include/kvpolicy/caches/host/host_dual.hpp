@@ -367,21 +367,6 @@ DualRef<P, T> DualCache<P, T>::ref_of(std::int32_t layer) const {
 }
 
 template <AnyPolicy P, Storage T>
-void DualCache<P, T>::give_pages(const ref_type& cache, std::int32_t seq) const {
-    for (std::int32_t head = 0; head < cache.kv_heads; ++head) {
-        std::int32_t& held = cache.held[cache.head_index(seq, head)];
-        while (held > 0) {
-            cache.pool.give(cache.pages(seq, head)[--held]);
-        }
-    }
-    if constexpr (P::shares_budget) {
-        while (cache.stashed[seq] > 0) {
-            cache.pool.give(cache.stash_of(seq)[--cache.stashed[seq]]);
-        }
-    }
-}
-
-template <AnyPolicy P, Storage T>
 std::int64_t DualCache<P, T>::pages_per_sequence(std::int32_t layer) const requires P::shares_budget {
     this->check_layer(layer);
     return detail::shared_pages_at_most<P>(&this->head_params_of(layer, 0), this->shape_.kv_heads,
@@ -393,7 +378,7 @@ void DualCache<P, T>::clear(const host&, std::int32_t seq) {
     this->require_seq(seq);
     for (std::int32_t layer = 0; layer < this->shape_.layers; ++layer) {
         const ref_type cache = this->layer(layer);
-        give_pages(cache, seq);
+        cache.return_pages(seq);
         this->reset(cache, seq);
     }
     this->template at<position_t>(reserved_at_)[seq] = 0;

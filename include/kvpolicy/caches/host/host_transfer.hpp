@@ -4,6 +4,7 @@
 #include <kvpolicy/caches/check.hpp>
 #include <kvpolicy/caches/host/entries.hpp>
 #include <kvpolicy/caches/host/select.hpp>
+#include <kvpolicy/caches/host/snapshot.hpp>
 #include <kvpolicy/caches/transfer.hpp>
 #include <kvpolicy/core/check.hpp>
 
@@ -56,6 +57,31 @@ void for_each_part(const Ref& cache, std::int32_t seq, Byte* bytes, std::int64_t
             part(static_cast<T*>(rows.v(r)), at.v, first * cache.head_dim_vo, cache.head_dim_vo);
         }
     }
+}
+
+/// Whether the rows of each head of a saved layer are of positions that the head may hold there.
+template <class Ref, class HeadOf>
+bool positions_fit(const Ref& cache, const std::byte* bytes, const detail::layer_header& header,
+                   const HeadOf& head_of) {
+    const std::byte* at = bytes + detail::layer_layout(cache, header.entries).position;
+    for (std::int32_t head = 0; head < cache.kv_heads; ++head) {
+        const HeadRows layout = cache.layout(head);
+        const detail::layer_head saved = head_of(head);
+        const std::int32_t used = layout.used(header.length, saved.num_long_range);
+        std::int32_t num_protected = 0;
+        for (std::int32_t r = 0; r < used; ++r, at += sizeof(position_t)) {
+            position_t t = 0;
+            std::memcpy(&t, at, sizeof t);
+            if (!row_may_hold(layout, r, t, header.length)) {
+                return false;
+            }
+            num_protected += r >= layout.slot(0) && cache.keep.keeps(t) ? 1 : 0;
+        }
+        if (num_protected != saved.num_protected) {
+            return false;
+        }
+    }
+    return true;
 }
 
 }  // namespace host_backend
@@ -121,7 +147,7 @@ void load_layer(const host& /*ctx*/, const Ref<P, T>& cache, std::int32_t seq, c
         const std::int64_t used = detail::entries_of(cache, head, header.length, head_of(head));
         fits = used >= 0;
         entries += used;
-        competitors += detail::competitors_of(cache, head, head_of(head));
+        competitors += head_of(head).num_long_range - head_of(head).num_protected;
         pages += (used + cache.page_size - 1) / cache.page_size;
         if constexpr (Ref<P, T>::pooled) {
             const std::int64_t index = cache.head_index(seq, head);
@@ -132,32 +158,20 @@ void load_layer(const host& /*ctx*/, const Ref<P, T>& cache, std::int32_t seq, c
     }
     if constexpr (P::shares_budget) {
         fits = fits && competitors <= cache.shared_slots;
+        held += cache.stashed[seq];
     }
-    detail::require(fits && entries == header.entries, "buffer", "of another policy, shape or format",
+    fits = fits && entries == header.entries && hb::positions_fit(cache, from, header, head_of);
+    detail::require(fits, "buffer", "of another policy, shape or format",
                     "what save_layer() wrote of this layer");
     if constexpr (Ref<P, T>::pooled) {
-        std::int64_t stashed = 0;  // pages that no other sequence names
-        if constexpr (P::shares_budget) {
-            stashed = cache.stashed[seq];
-        }
-        const std::int64_t free = cache.pool.free_pages() + held + stashed;
+        const std::int64_t free = cache.pool.free_pages() + held;
         if (pages > free) {
             if (!checks::reported(options.status, 0, status_pool_exhausted)) {
                 detail::refuse("pages that the pool lacks", pages - free, "0 (add_slab adds more)");
             }
             return;
         }
-        for (std::int32_t head = 0; head < cache.kv_heads; ++head) {
-            std::int32_t& have = cache.held[cache.head_index(seq, head)];
-            while (have > 0) {
-                cache.pool.give(cache.pages(seq, head)[--have]);
-            }
-        }
-        if constexpr (P::shares_budget) {
-            while (cache.stashed[seq] > 0) {
-                cache.pool.give(cache.stash_of(seq)[--cache.stashed[seq]]);
-            }
-        }
+        cache.return_pages(seq);
         cache.reserved[seq] = 0;
     }
     cache.length[seq] = header.length;
