@@ -4,6 +4,7 @@
 #include <kvpolicy/caches/dual.hpp>
 #include <kvpolicy/caches/fixed_budget.hpp>
 #include <kvpolicy/policies/shared_budget.hpp>
+#include <kvpolicy/policies/window.hpp>
 
 using Shared = kvpolicy::Policy<kvpolicy::Window<8>, kvpolicy::SharedBudget<4>>;
 
