@@ -364,6 +364,27 @@ def test_the_numbers_of_the_example():
         assert line["lookups"] == 32 and line["cache_mib"] == mib
 
 
+def test_shipped_gates_under_a_cap():
+    """LTE's file on the first held-out sequence: nearly all answers, of entries that no head has too many
+    of."""
+    folder = ROOT / "examples" / "models" / "byte-llama"
+    model, tokenizer = evaluation.load(folder)
+    file = folder / "scorers" / "lte.safetensors"
+    found = evaluation.evaluate(
+        model,
+        tokenizer,
+        sample=evaluation.Sample.held_out(folder, tokenizer),
+        policies=["lte"],
+        scorers=[file],
+        sequences=1,
+    )
+    (line,) = found["results"]
+    scorers = kvp.Scorers.load(file)
+    assert line["recall_exact"] >= 0.9
+    assert max(line["rows"]) <= scorers.sinks + scorers.budget + scorers.window < 4096 / 7
+    assert min(line["rows"]) < max(line["rows"])
+
+
 def test_the_command(tmp_path, capsys):
     byte_model().save_pretrained(tmp_path / "model")
     (tmp_path / "text.txt").write_text("a text of some length " * 9)

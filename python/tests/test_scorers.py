@@ -501,6 +501,25 @@ def test_files_that_ship_fit_their_model(path):
 
 
 @pytest.mark.parametrize(
+    "name, kind",
+    [
+        ("spkv", kvp.UtilityPredictor),
+        ("wgkv", kvp.WriteGateScorer),
+        ("wgkv-sparse", kvp.WriteGateScorer),
+        ("dms", kvp.LinearScorer),
+        ("lte", kvp.ConvScorer),
+    ],
+)
+def test_trained_gates_are_read(name, kind):
+    scorers = kvp.Scorers.load(SCORERS / f"{name}.safetensors")
+    assert (scorers.system, len(scorers.layers)) == (name.split("-")[0], 6)
+    assert all(type(scorer) is kind for scorer in scorers.layers)
+    notes = scorers.training_notes
+    assert notes["model"] == "byte" and float(notes["held_out_answers"]) > 0.97
+    assert scorers.policy(5).windows == (scorers.window,)
+
+
+@pytest.mark.parametrize(
     "name, value",
     [
         *(("layers", "99999999999"), ("layers", "0"), ("heads", "99999999999"), ("hidden", "-1")),
