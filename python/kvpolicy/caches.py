@@ -455,9 +455,9 @@ class Cache:
                 sequence = entry if seq_ids is None else int(seq_ids[entry])
                 position = group.call("length", sequence) + token
                 raise ValueError(
-                    f"{name} of entry {entry}, head {head}, position {position}: "
-                    "NaN or infinite is not allowed; it must be finite numbers, since the scores of other keys "
-                    "depend on them; bad_tokens='drop' skips such a token"
+                    f"{name} of entry {entry}, head {head}, position {position}: NaN or infinite is not "
+                    "allowed; it must be finite numbers, since the scores of other keys depend on them; "
+                    "bad_tokens='drop' skips such a token"
                 )
 
     def _count(self, layer, tokens):

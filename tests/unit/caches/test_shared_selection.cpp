@@ -1,5 +1,5 @@
-// Heads that share a budget, read by pages (Quest): after chunks and accepted drafts every page has the bounds
-// that single steps leave.
+// Heads that share a budget, read by pages (Quest): after chunks and accepted drafts every page has the
+// bounds that single steps leave.
 #include <kvpolicy/policies/selection.hpp>
 #include <kvpolicy/policies/shared_budget.hpp>
 #include <kvpolicy/policies/sink.hpp>

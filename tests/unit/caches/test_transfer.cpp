@@ -179,7 +179,7 @@ TEST_CASE("layers of a shared budget fit a pool of pages_per_sequence()") {
                                          {.slab_pages = pages, .max_slabs = 1, .max_seq_len = 300}, policy);
     cache.add_slab(ctx);
     feed<Shared, float>(ctx, cache.cache, 1, 40, 1);
-    // A division of layer 0's slots that takes most pages, into a sequence that has some of them in its stash.
+    // A division of layer 0's slots that takes most pages, into a sequence that has some in its stash.
     std::vector<Bytes> saved;
     std::int32_t loaded = 0, without_free = 0;
     for (unsigned t = 0; t < 200; ++t) {
