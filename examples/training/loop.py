@@ -295,7 +295,8 @@ class Trainer:
                 raise Refused(
                     f"--resume: {path} of {name} {found.get(name)} is not allowed; "
                     f"this run has {wanted[name]}"
-                    + f", by config and weights of --model {self.options.model}" * (name == "model")
+                    + f", by config and weights of --model {self.options.model}"
+                    * (name == "model")
                 )
         for name, value in wanted["options"].items():
             if found["options"].get(name) != value:
