@@ -76,11 +76,10 @@ TEST_CASE("a failed call throws its name, CUDA's text, file and line, and leaves
     // A failure that CUDA itself reports: more threads than a block can have. More shared memory than any GPU
     // has is refused before.
     const auto launched = [](int threads, std::size_t shared_bytes) {
-        const cuda_backend::mask_params<detail::no_gate, detail::keep_set<>> params{};
-        cuda_backend::launch("expire_kernel",
-                             cuda_backend::expire_kernel<std::uint16_t, detail::no_gate, detail::keep_set<>>,
-                             1, threads, shared_bytes, kvpolicy::cuda{}, params,
-                             cuda_backend::ranking<std::uint16_t>{}, cuda_backend::mask_output{});
+        using Params = cuda_backend::mask_params<detail::no_gate, detail::keep_set<>>;
+        cuda_backend::launch("expire_kernel", cuda_backend::expire_kernel<std::uint16_t, Params>, 1, threads,
+                             shared_bytes, kvpolicy::cuda{}, Params{}, cuda_backend::ranking<std::uint16_t>{},
+                             cuda_backend::mask_output{});
     };
     try {
         launched(2048, 0);
