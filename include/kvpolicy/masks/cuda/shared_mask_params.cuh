@@ -30,11 +30,11 @@ template <class Gate, class Keep>
 struct shared_mask_params : mask_params<Gate, Keep> {
     using call = mask_params<Gate, Keep>;
 
-    std::int32_t length = 0;  // units of a plane: heads * S
-    std::int32_t chunks = 0;  // of units, a plane
-    HeadParams layer_params;   // budget: the layer's slots. A unit leaves at its own number: no window
-    bool is_exact = false;    // priorities are the scores
-    bool is_static = true;    // Policy::has_static_shared_order
+    std::int32_t length = 0;    // units of a plane: heads * S
+    std::int32_t chunks = 0;    // of units, a plane
+    HeadParams layer_params{};  // budget: the layer's slots. A unit leaves at its own number: no window
+    bool is_exact = false;      // priorities are the scores
+    bool is_static = true;      // Policy::has_static_shared_order
 
     __device__ const call& by_head() const { return *this; }
     KVPOLICY_HOST_DEVICE std::int64_t planes() const { return this->batch; }
