@@ -241,7 +241,7 @@ TEST_CASE("what a file of gates may not say") {
     CHECK(
         contains(refusal_of({{"gate_softcap", "-1"}}), "\"gate_softcap\" is -1; it must be a finite number"));
     CHECK(contains(refusal_of({{"rope_base", "inf"}}), "\"rope_base\" is inf; it must be a finite number"));
-    CHECK(contains(refusal_of({{"rope_dims", "3"}}), "\"rope_dims\" is 3; it must be even and at most"));
+    CHECK(contains(refusal_of({{"rope_dims", "3"}}), "\"rope_dims\" is 3; it must be even, and at most"));
     CHECK(refusal_of({{"budget", "-1"}}) == "f: \"budget\" is -1; it must be 0 to 65536");
     CHECK(refusal_of({{"rope_layout", "sideways"}}) ==
           "f: \"rope_layout\" is \"sideways\"; it must be one of none, interleaved, half_split");
