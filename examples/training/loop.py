@@ -26,6 +26,7 @@ from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 CHECKPOINT = "checkpoint.pt"  # in --out
+BACKENDS = ("inductor", "aot_eager", "eager")  # of torch.compile
 # Options in which a resumed run may differ.
 FREE = ("out", "resume", "seconds", "device", "workers", "log_every", "evaluate_every", "checkpoint_every")
 
@@ -65,11 +66,8 @@ def parser_of(method):
     add("--resume", action="store_true", help="go on from the checkpoint in --out")
     add("--device", default=None, help="cpu or cuda; default: cuda where it is")
     add("--cuda-graph", action="store_true", help="steps as CUDA graphs, where the method's steps are alike")
-    add(
-        "--compile",
-        action="store_true",
-        help="the model's layers by torch.compile, in training and evaluation",
-    )
+    compiled = "the model's layers by torch.compile in training steps"
+    add("--compile", nargs="?", const="inductor", choices=BACKENDS, metavar="BACKEND", help=compiled)
     add("--fp32", action="store_true", help="train in float32 on CUDA, not in bfloat16")
     method.add_options(parser)
     return parser
@@ -225,8 +223,8 @@ class Trainer:
         self.model_print = models.fingerprint(model, weights=options.model != "scratch")
         self.train_data, self.test_data = make_data(options, self.tokenizer)
         self.method = method_class(model, options).to(ranks.device)
-        if options.compile:  # in place, so that parameters keep their names
-            model.base_model.compile()
+        if options.compile is not None:  # in place, so that parameters keep their names
+            model.base_model.compile(backend=options.compile)
         self.module = self.method
         if ranks.count > 1:
             ids = [ranks.device.index] if ranks.device.type == "cuda" else None
@@ -331,6 +329,16 @@ class Trainer:
             return contextlib.nullcontext()
         return torch.autocast("cuda", torch.bfloat16)
 
+    def evaluating(self):
+        """A context of evaluations: without gradients, and from Python, since each policy and threshold would
+        be compiled for a few passes."""
+        stack = contextlib.ExitStack()
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(self.precision())
+        if self.options.compile is not None:
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        return stack
+
     def pass_of(self, ids, weights):
         """The losses of a forward pass, scalars by name; the backward pass overwrites the gradients of the
         trained parameters."""
@@ -380,12 +388,11 @@ class Trainer:
         for index in range(self.options.evaluate_samples):
             yield self.batch(self.test_data, index)
 
-    @torch.no_grad()
     def evaluate(self):
         """Means over the held-out samples, the same in every call."""
         sums = {}
         for sample in self.held_out():
-            with self.precision():
+            with self.evaluating():
                 found = self.method.evaluate(*sample)
             for name, value in found.items():
                 sums[name] = sums.get(name, 0.0) + value / self.options.evaluate_samples
@@ -445,7 +452,7 @@ class Trainer:
         """Writes the trained gates or scorers, the model if it was trained, and metrics.json."""
         if self.ranks.rank:
             return
-        with torch.no_grad(), self.precision():
+        with self.evaluating():
             measures = self.method.measure(list(self.held_out()))
         metrics = {name: value for name, value in self.log[-1].items() if name not in ("step", "kind")}
         notes = {"method": self.method.name, "model": self.options.model, "seed": self.options.seed}
