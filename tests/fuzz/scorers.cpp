@@ -30,8 +30,10 @@ fuzz::Parts file_of(const char* policy, const char* kind) {
             plan.push_back({array.name, llama::DType::bf16, array.shape});
         }
     }
-    plan.push_back({"alpha", llama::DType::f32, {2, 2}});
-    if (spec.kind != "utility") {
+    if (spec.policy == "kvpop") {
+        plan.push_back({"alpha", llama::DType::f32, {2, 2}});
+    }
+    if (spec.rope_layout != "none") {
         plan.push_back({"rope_frequencies", llama::DType::f32, {2}});
     }
     const std::string name = "/tmp/kvpolicy-fuzz-" + std::to_string(getpid());
