@@ -25,14 +25,8 @@ struct Run {
 };
 
 fuzz::Parts file_of(const Run& run) {
-    const std::string name = "/tmp/kvpolicy-fuzz-" + std::to_string(getpid());
-    train::write_checkpoint(name, run.spec, 5, run.optimizer);
-    std::FILE* const file = std::fopen(name.c_str(), "rb");
-    std::string bytes(1 << 16, '\0');
-    bytes.resize(std::fread(bytes.data(), 1, bytes.size(), file));
-    std::fclose(file);
-    unlink(name.c_str());
-    return fuzz::Parts::of(bytes);
+    return fuzz::Parts::written_by(
+        [&](const std::string& path) { train::write_checkpoint(path, run.spec, 5, run.optimizer); });
 }
 
 }  // namespace

@@ -9,7 +9,11 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cstdlib>
 #include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -76,6 +80,19 @@ struct Parts {
         std::uint64_t size = 0;
         std::memcpy(&size, file.data(), sizeof size);
         return {std::string(file.substr(8, size)), std::string(file.substr(8 + size))};
+    }
+    /// Of the file that write(path) makes, in a folder of its own that is removed.
+    template <class Write>
+    static Parts written_by(Write&& write) {
+        std::string folder = (std::filesystem::temp_directory_path() / "kvpolicy-fuzz-XXXXXX").string();
+        check(mkdtemp(folder.data()) != nullptr, "no folder for the test");
+        const std::string path = folder + "/valid";
+        write(path);
+        std::ifstream in(path, std::ios::binary);
+        const std::string bytes(std::istreambuf_iterator<char>(in), {});
+        std::filesystem::remove_all(folder);
+        check(bytes.size() > 8, "the valid file cannot be read");
+        return of(bytes);
     }
     [[nodiscard]] std::string file() const {
         const std::uint64_t size = header.size();

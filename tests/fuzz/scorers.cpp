@@ -36,18 +36,13 @@ fuzz::Parts file_of(const char* policy, const char* kind) {
     if (spec.rope_layout != "none") {
         plan.push_back({"rope_frequencies", llama::DType::f32, {2}});
     }
-    const std::string name = "/tmp/kvpolicy-fuzz-" + std::to_string(getpid());
-    examples::SafetensorsWriter writer(name, plan, examples::to_metadata(spec));
-    for (const examples::TensorPlan& tensor : plan) {
-        writer.write(std::vector<float>(tensor.numel(), 0.25f));
-    }
-    writer.finish();
-    std::FILE* const file = std::fopen(name.c_str(), "rb");
-    std::string bytes(1 << 20, '\0');
-    bytes.resize(std::fread(bytes.data(), 1, bytes.size(), file));
-    std::fclose(file);
-    unlink(name.c_str());
-    return fuzz::Parts::of(bytes);
+    return fuzz::Parts::written_by([&](const std::string& path) {
+        examples::SafetensorsWriter writer(path, plan, examples::to_metadata(spec));
+        for (const examples::TensorPlan& tensor : plan) {
+            writer.write(std::vector<float>(tensor.numel(), 0.25f));
+        }
+        writer.finish();
+    });
 }
 
 }  // namespace
