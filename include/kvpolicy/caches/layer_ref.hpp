@@ -257,4 +257,22 @@ concept CacheRef = requires(const R& ref, std::int64_t seq, std::int32_t head) {
     { ref.used(seq, head) } -> std::same_as<std::int32_t>;
 };
 
+namespace detail {
+
+/// Whether so many keys of a head, those of keep parts not counted, may hold top-k slots.
+template <class Ref>
+KVPOLICY_HOST_DEVICE constexpr bool may_compete(const Ref& cache, std::int32_t head, std::int64_t keys) {
+    using P = typename Ref::policy_type;
+    if constexpr (P::grows) {
+        return keys >= 0;
+    } else if constexpr (P::shares_budget) {
+        return keys >= 0 && keys <= cache.slots_of(head);
+    } else {
+        const std::int32_t budget = cache.all_params[head].budget;
+        return keys >= 0 && (budget == unlimited || keys <= budget);
+    }
+}
+
+}  // namespace detail
+
 }  // namespace kvpolicy

@@ -108,20 +108,6 @@ KVPOLICY_HOST_DEVICE constexpr bool header_fits(const Ref& cache, const layer_he
            header.entries <= bytes && layer_layout(cache, header.entries).bytes <= bytes;
 }
 
-/// Whether so many keys of a head, those of keep parts not counted, may hold top-k slots.
-template <class Ref>
-KVPOLICY_HOST_DEVICE constexpr bool may_compete(const Ref& cache, std::int32_t head, std::int64_t keys) {
-    using P = typename Ref::policy_type;
-    if constexpr (P::grows) {
-        return keys >= 0;
-    } else if constexpr (P::shares_budget) {
-        return keys >= 0 && keys <= cache.slots_of(head);
-    } else {
-        const std::int32_t budget = cache.all_params[head].budget;
-        return keys >= 0 && (budget == unlimited || keys <= budget);
-    }
-}
-
 /// Entries of a head as a saved layer has it, or -1 where the cache's head cannot hold them.
 template <class Ref>
 KVPOLICY_HOST_DEVICE constexpr std::int64_t entries_of(const Ref& cache, std::int32_t head, position_t length,

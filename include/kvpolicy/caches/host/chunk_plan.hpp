@@ -28,7 +28,7 @@ struct chunk_counts {
 };
 
 /// The key that leaves a head's window at a token of a chunk, where the heads share a budget.
-struct shared_leaver {
+struct leaving_key {
     enum : std::uint8_t { evicted, competes, is_protected } kind;
     float score;
 };
@@ -52,7 +52,7 @@ struct chunk_plan {
     std::byte* keepers;             // of a top_k_set: keys held after the chunk's top-k updates
     detail::top_k_entry* promoted;  // [n], for heads without a limit and keep parts
     std::size_t top_k_slots;
-    shared_leaver* leaving;  // [n]; this and the next where the heads share a budget
+    leaving_key* leaving;    // [n]; this and the next where the heads share a budget
     shared_holder* holders;  // [num_long_range]: after the chunk, in the order of the top-k slots
     std::int32_t* slot_of;   // [expirable + n]: of a key that has a top-k slot
     chunk_counts* counts;

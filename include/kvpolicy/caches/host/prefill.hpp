@@ -69,7 +69,7 @@ class chunk_decision {
                 if (u >= head_params_.sinks) {
                     leave(u, j);
                 } else if constexpr (P::shares_budget) {
-                    plan_.leaving[j] = {shared_leaver::evicted, 0.0f};
+                    plan_.leaving[j] = {leaving_key::evicted, 0.0f};
                 }
             }
         }
@@ -161,9 +161,9 @@ class chunk_decision {
             score = u < counts_.scored_from ? rows_.score(name) : plan_.score[u - counts_.scored_from];
         }
         if constexpr (P::shares_budget) {
-            plan_.leaving[j] = {num_protected                           ? shared_leaver::is_protected
-                                : cache_.gate.open(score, head_params_) ? shared_leaver::competes
-                                                                        : shared_leaver::evicted,
+            plan_.leaving[j] = {num_protected                           ? leaving_key::is_protected
+                                : cache_.gate.open(score, head_params_) ? leaving_key::competes
+                                                                        : leaving_key::evicted,
                                 score};
             return;
         }

@@ -117,19 +117,19 @@ class shared_chunk {
     /// The key that leaves a head's window at token j competes, or has a slot for its position.
     void compete(std::int32_t head, std::int32_t j) {
         const chunk_plan& plan = memory_.plans[head];
-        const shared_leaver leaver = plan.leaving[j];
-        if (leaver.kind == shared_leaver::evicted) {
+        const leaving_key key = plan.leaving[j];
+        if (key.kind == leaving_key::evicted) {
             return;
         }
         const std::int32_t name = name_of(head, j);
         memory_.candidates[head] = name;
         plan.expiry[name] = never;
-        if (leaver.kind == shared_leaver::is_protected) {
+        if (key.kind == leaving_key::is_protected) {
             ++plan.counts->num_protected;
             return;
         }
         detail::shared_entry evicted{};
-        if (!set_.update({leaver_at(head, j), leaver.score, head, name}, base_ + j, evicted)) {
+        if (!set_.update({leaving_position(head, j), key.score, head, name}, base_ + j, evicted)) {
             return;
         }
         const chunk_plan& its = memory_.plans[evicted.head];
@@ -141,11 +141,11 @@ class shared_chunk {
         }
     }
 
-    [[nodiscard]] position_t leaver_at(std::int32_t head, std::int32_t j) const {
+    [[nodiscard]] position_t leaving_position(std::int32_t head, std::int32_t j) const {
         return base_ + j - cache_.all_params[head].window;
     }
     [[nodiscard]] std::int32_t name_of(std::int32_t head, std::int32_t j) const {
-        const position_t u = leaver_at(head, j);
+        const position_t u = leaving_position(head, j);
         return u < base_ ? cache_.layout(head).recent(u)
                          : memory_.plans[head].expirable + static_cast<std::int32_t>(u - base_);
     }
@@ -157,7 +157,7 @@ class shared_chunk {
         std::int32_t& used_slots = plan.counts->num_long_range;
         if (const std::int32_t name = memory_.candidates[head]; name != none) {
             hold(plan, lost != end ? lost++->slot : used_slots++,
-                 {leaver_at(head, j), plan.leaving[j].score, name});
+                 {leaving_position(head, j), plan.leaving[j].score, name});
         }
         std::sort(lost, end, [](const lost_slot& a, const lost_slot& b) { return a.slot > b.slot; });
         for (; lost != end; ++lost) {

@@ -146,16 +146,6 @@ inline bool row_may_hold(const HeadRows& layout, std::int32_t r, position_t t, p
     return t >= 0 && t < length && (t < layout.sinks || t >= window_begin) && layout.recent(t) == r;
 }
 
-/// The most keys of a head that may hold top-k slots, those of keep parts not counted.
-template <class Cache>
-std::int64_t max_competitors(const Cache& cache, std::int32_t head) {
-    if constexpr (Cache::policy_type::shares_budget) {
-        return cache.slots_of(head);
-    } else {
-        return cache.all_params[head].budget;
-    }
-}
-
 /// Reads past a layer, and says whether a cache of this policy can be in that state; adds up the pages that
 /// it takes.
 template <class Cache>
@@ -185,8 +175,7 @@ bool read_past_layer(const Cache& cache, position_t length, blob_reader& blob, s
             }
             num_protected += r >= layout.slot(0) && cache.keep.keeps(t) ? 1 : 0;
         }
-        if (!Cache::policy_type::grows && max_competitors(cache, head) != unlimited &&
-            num_long_range - num_protected > max_competitors(cache, head)) {
+        if (!detail::may_compete(cache, head, num_long_range - num_protected)) {
             return false;
         }
         competitors += num_long_range - num_protected;
