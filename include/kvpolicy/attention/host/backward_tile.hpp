@@ -11,6 +11,7 @@
 #include <kvpolicy/attention/host/portable.hpp>
 #include <kvpolicy/attention/host/tile.hpp>
 #include <kvpolicy/attention/host/types.hpp>
+#include <kvpolicy/attention/large_lse.hpp>
 #include <kvpolicy/core/context.hpp>
 #include <kvpolicy/core/lanes.hpp>
 #include <kvpolicy/core/workspace.hpp>
@@ -35,10 +36,6 @@ struct gradient_block {
     T* d_q = nullptr;
     std::int64_t d_q_row_stride = 0, d_q_head_stride = 0;
 };
-
-/// An lse in fp32 is off by up to 2^-12 here, and so is the exponent of every weight exp(logit - lse) of its
-/// row. Rows beyond have their weights' sum computed again.
-inline constexpr float max_saved_lse = 4096.0f;
 
 /// Sums of one KV head's keys: d k [rows][columns_k], d v [rows][columns_v], d log_bias [rows].
 template <class Real>
@@ -188,7 +185,7 @@ class backward_tile {
             factor_[r] = real(1);
             largest_[r] = -std::numeric_limits<real>::infinity();
             sum_[r] = 0.0;
-            any_large_ = any_large_ || (counts && is_large(lse));
+            any_large_ = any_large_ || (counts && detail::is_large_lse(lse));
             double delta = 0.0;
             for (std::int32_t c = 0; counts && c < shape_.head_dim_vo; ++c) {
                 delta += static_cast<double>(to_compute(out[c])) * static_cast<double>(to_compute(d_out[c]));
@@ -207,10 +204,6 @@ class backward_tile {
                                      d_out_values_ + strip * block_keys * columns_v_);
             }
         }
-    }
-
-    static bool is_large(float lse) {
-        return std::abs(lse) > max_saved_lse && std::abs(lse) <= std::numeric_limits<float>::max();
     }
 
     /// The largest logits and the sums of weights of all rows take in a block of keys.
@@ -233,7 +226,7 @@ class backward_tile {
     void use_totals() {
         for (std::int32_t r = 0; r < rows_; ++r) {
             const auto lse = static_cast<double>(lse_[r]);
-            if (!is_large(static_cast<float>(lse)) || !(sum_[r] > 0.0)) {
+            if (!detail::is_large_lse(static_cast<float>(lse)) || !(sum_[r] > 0.0)) {
                 continue;
             }
             const double off = static_cast<double>(largest_[r]) + std::log(sum_[r]) - lse;

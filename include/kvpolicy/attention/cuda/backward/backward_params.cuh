@@ -23,11 +23,8 @@ namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
-/// An lse in fp32 is off by up to 2^-12 here, and so is the exponent of every weight exp(logit - lse) of its
-/// row. Rows beyond have their weights' sum computed again (row_total).
-inline constexpr float max_saved_lse = 4096.0f;
-
-/// What makes weights of a row's logits: exp(logit - reference) factor.
+/// What makes weights of a row's logits: exp(logit - reference) factor. Of a row whose lse is large it is
+/// computed again (detail::is_large_lse).
 template <class T>
 struct row_total {
     T reference, factor;
@@ -94,7 +91,7 @@ struct backward_params {
     std::int32_t* items = nullptr;  // [lists + 1], items before each list in the order of position_of
     std::int32_t* taken = nullptr;  // [supers], counters of items that were handed out
     std::uint32_t* not_finite = nullptr;        // set where some number of d_q is not finite
-    std::uint32_t* large = nullptr;             // set where some lse is beyond max_saved_lse; 16-bit rows
+    std::uint32_t* large = nullptr;             // set where some lse is large; 16-bit rows
     row_total<compute_t<T>>* totals = nullptr;  // [lists][super_rows], of such rows; other rows
     std::int32_t max_young = 0;                 // young entries that a list may have
 

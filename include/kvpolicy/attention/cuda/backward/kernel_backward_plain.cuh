@@ -176,8 +176,8 @@ struct plain_pair_unseen {
     __device__ void operator()(const Of&...) const {}
 };
 
-/// d_q by plain loops in compute_t<T>; sums run in the order of the list. Totals of rows whose lse is beyond
-/// max_saved_lse are found here, for backward_plain_keys_kernel too.
+/// d_q by plain loops in compute_t<T>; sums run in the order of the list. Totals of rows whose lse is
+/// large are found here, for backward_plain_keys_kernel too.
 ///
 /// Grid: lists * super_rows / (plain_threads / 32), a warp per packed row. Block: plain_threads. Shared
 /// memory: none. Reads the call's tensors, not the packed ones. Overwrites d_q [B, Hq, S, Dk] and, of those
@@ -202,8 +202,8 @@ __global__ void __launch_bounds__(plain_threads) backward_plain_queries_kernel(c
     plain_query_gradient(p, list, m, own, total, plain_pair_unseen{});
 }
 
-/// Gradients of packed rows whose lse is beyond max_saved_lse, which the kernels on matrix instructions leave
-/// out: where *large is set, by plain loops in fp32. Normally it returns at once.
+/// Gradients of packed rows whose lse is large, which the kernels on matrix instructions leave out: where
+/// *large is set, by plain loops in fp32. Normally it returns at once.
 ///
 /// Grid: as many blocks as fit; warps take packed rows in turn. One block whose first warp takes all of them
 /// gives deterministic sums. Block: plain_threads. Shared memory: none. Overwrites d_q [B, Hq, S, Dk] of

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <kvpolicy/attention/cuda/backward/backward_params.cuh>
+#include <kvpolicy/attention/large_lse.hpp>
 #include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/cuda/launch.cuh>
 #include <kvpolicy/cuda/primitives/warp.cuh>
@@ -22,7 +23,7 @@ struct packed_row {
     std::int32_t b, head, query;
     float lse;
     bool counts;
-    bool large = false;  // its lse is finite and beyond max_saved_lse
+    bool large = false;  // its lse is
 
     __device__ packed_row(const backward_params<T>& p, std::int32_t list, std::int32_t m) {
         const std::int32_t kv_head = list / p.plan.supers, j = list - kv_head * p.plan.supers;
@@ -33,7 +34,7 @@ struct packed_row {
         counts = m < p.valid_rows(b, j);
         lse = counts ? p.lse.head(b, head)[query] : 0.0f;
         counts = counts && lse != -__int_as_float(0x7f800000);
-        large = counts && fabsf(lse) > max_saved_lse && fabsf(lse) <= 3.402823466e38f;
+        large = counts && detail::is_large_lse(lse);
     }
 };
 
@@ -44,7 +45,7 @@ struct packed_row {
 /// none. Reads q [B, Hq, S, Dk], out and d_out [B, Hq, S, Dv] in T, lse [B, Hq, S] in fp32. Overwrites
 /// packed_q and packed_d_out [lists, padded_rows, Dim] (swizzled), lse2 and delta [lists, padded_rows] in
 /// fp32. Rows that take no part become 0, with an lse2 of +inf, which makes every weight 0; so do those whose
-/// lse is beyond max_saved_lse, which are left to backward_large_kernel, and *large is set.
+/// lse is large, which are left to backward_large_kernel, and *large is set.
 template <class T, int Dim>
 __global__ void __launch_bounds__(pack_threads) backward_pack_kernel(const backward_params<T> p) {
     constexpr int chunks = Dim / 8;
