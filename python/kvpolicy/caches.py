@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from kvpolicy import _native, first_use
-from kvpolicy.policy import UNLIMITED, ObservedScorer, Policy, TopKBudget
+from kvpolicy.policy import UNLIMITED, ObservedScorer, Policy, SharedBudget, TopKBudget
 from kvpolicy.scorers import UtilityPredictor, WriteGateScorer
 
 _NOT_SET = -(2**31)
@@ -310,6 +310,11 @@ class Cache:
                     "be alone beside the package's parts, and without an mLSTMScorer or a ConvScorer"
                 )
             if policy.own_parts:
+                if self.device.type == "cuda" and isinstance(policy.own_parts[-1], SharedBudget):
+                    raise NotImplementedError(
+                        f"device: {self.device} is not allowed for a SharedBudget in a Cache; it must be the "
+                        "CPU"
+                    )
                 return kind, "own", policy.expression
             return "dual", "selecting", gate, policy.selection.page_size, policy.selection.aggregate
         if stateless:

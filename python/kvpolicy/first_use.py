@@ -115,6 +115,7 @@ _CACHE = """
 #define KVPOLICY_PYTHON_CUDA_TYPES float
 #include <kvpolicy/cuda.cuh>
 #endif
+#include <kvpolicy/policies/shared_budget.hpp>
 #include <kvpolicy/policies/stride.hpp>
 #include <typed_cache.hpp>
 
@@ -130,9 +131,9 @@ OwnPolicy make_policy(const CacheArgs& args) {
     static_cast<void>(args);
     return OwnPolicy{@VALUES@};
 }
-// A FixedBudgetCache holds what has a budget and keeps no key for good.
+// A FixedBudgetCache holds what has a budget by head and keeps no key for good.
 constexpr bool pooled = @POOLED@ || !OwnPolicy::has_budget || OwnPolicy::has_keep || OwnPolicy::grows ||
-                        OwnPolicy::has_selection;
+                        OwnPolicy::has_selection || OwnPolicy::shares_budget;
 constexpr bool given = OwnPolicy::ranked && OwnPolicy::scorer_type::when == score_time::given;
 
 template <class P>

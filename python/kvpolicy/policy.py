@@ -268,8 +268,8 @@ class Policy:
     A part that is left out has its neutral number: no sinks, a window of 1, no budget, gamma = 1. Raises
     TypeError for what is no part, ValueError for two parts of a kind and for parts that rank keys of no
     budget, and NotImplementedError for a Decay on a gate alone. A policy with a Stride, a CppPart or a
-    SharedBudget has no instance in the package: build_mask and Cache compile one at the first use, into the
-    folder KVPOLICY_CACHE (default ~/.cache/kvpolicy); other operators refuse it.
+    SharedBudget has no instance in the package: build_mask and Cache (a SharedBudget: on the CPU) compile one
+    at the first use, into the folder KVPOLICY_CACHE (default ~/.cache/kvpolicy); other operators refuse it.
     """
 
     def __init__(self, *parts):
@@ -298,9 +298,7 @@ class Policy:
                 "Policy: a Decay on a gate without a TopKBudget has no compiled instance; leave Decay out"
             )
         self.selection = found.get("QuestPages")
-        if isinstance(self.scorer, ObservedScorer) and (
-            budget is None or any((gate, decay, self.selection))
-        ):
+        if isinstance(self.scorer, ObservedScorer) and (budget is None or any((gate, decay, self.selection))):
             raise ValueError(
                 f"Policy: a gate, a Decay or QuestPages is not allowed with {self.scorer!r}; it ranks by "
                 "attention, and must have a TopKBudget"

@@ -80,9 +80,7 @@ def test_a_struct_in_a_string(device, cache):
     assert torch.equal(reference.clamp(mask.expiry.cpu()), torch.tensor(want, dtype=torch.int32))
     number = len(list(cache.glob("*.so")))
     # Other run-time numbers take the same library; the compiled operator does, too.
-    other = kvp.Policy(
-        kvp.Sink([0, 1, 2]), kvp.Window(3), kvp.TopKBudget(9), band()
-    )
+    other = kvp.Policy(kvp.Sink([0, 1, 2]), kvp.Window(3), kvp.TopKBudget(9), band())
     compiled = torch.compile(lambda z: kvp.build_mask(other, z).expiry, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(scores), kvp.build_mask(other, scores).expiry)
     lengths = torch.tensor([S, 9], dtype=torch.int32, device=device)
@@ -261,6 +259,34 @@ def test_a_budget_that_heads_share(device, cache):
     before = set(cache.glob("*.so"))
     kvp.build_mask(kvp.Policy(kvp.Window((5, 1, 9)), kvp.SharedBudget(7)), scores.to(device))
     assert set(cache.glob("*.so")) == before
+
+
+@pytest.mark.parametrize(
+    "budget",
+    [kvp.SharedBudget(4), kvp.SharedBudget(4, floor=(1, 2, 3), cap=(9, 4, 6))],
+    ids=["plain", "limits"],
+)
+def test_a_cache_of_a_budget_that_heads_share(budget):
+    """Prompts, chunks and steps of two layers hold what the mask of each shows its last query."""
+    torch.manual_seed(7)
+    policy = kvp.Policy(kvp.Sink(1), kvp.Window(4), budget)
+    scores = torch.randn(2, 1, 3, S)
+    held = kvp.Cache([policy, policy], query_heads=3, kv_heads=3, head_dim=8, max_length=S)
+    cuts = [0, 7, 8, 30, 31, S]
+    for begin, end in zip(cuts, cuts[1:]):
+        for layer in range(2):
+            call = held.step if end - begin == 1 else held.prefill
+            call(layer, *torch.randn(3, 1, 3, end - begin, 8), scores=scores[layer, :, :, begin:end])
+        held.advance()
+    for layer in range(2):
+        seen = kvp.build_mask(policy, scores[layer]).expiry[0] > S - 1
+        assert [sorted(held.retained(layer, 0, head)) for head in range(3)] == [
+            row.nonzero()[:, 0].tolist() for row in seen
+        ]
+        assert seen.sum() == 3 * (1 + 4 + 4)
+    if torch.cuda.is_available():
+        with pytest.raises(NotImplementedError, match="SharedBudget in a Cache"):
+            kvp.Cache(policy, query_heads=3, kv_heads=3, head_dim=8, device="cuda")
 
 
 def test_refusals_of_shared_budgets(cache):
